@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from castore.serialize.kinds import register_type
     from castore.settings import Settings
     from castore.shm.shared_frames import SharedFrames
-    from castore.stats import PrefixDictionary, Stat
+    from castore.stats import PrefixDictionary, RemoteUse, Stat
     from castore.store import Store
     from castore.training import Rewritten, Trained
     from castore.units import NEVER, UNLIMITED
@@ -108,6 +108,7 @@ __all__ = [
     "RemoteProblem",
     "RemoteSettings",
     "RemoteUnreachableError",
+    "RemoteUse",
     "RemoteWarning",
     "Report",
     "Rewritten",
@@ -152,6 +153,7 @@ _MODULES = {
     "RemoteCollected": "remote.outcomes",
     "RemoteCommit": "remote.outcomes",
     "RemoteProblem": "remote.outcomes",
+    "RemoteUse": "stats",
     "RemoteSettings": "remote.remotes",
     "Report": "repair.verify",
     "Rewritten": "training",

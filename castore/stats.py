@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from castore.errors import CorruptError
 from castore.index import figures, mounts
 from castore.index.figures import PrefixSize
+from castore.read.usage import REMOTE_COUNTERS
 
 if TYPE_CHECKING:
     from castore.parts import Parts
@@ -30,6 +31,34 @@ class PrefixDictionary(NamedTuple):
     size: int
 
 
+class RemoteUse(NamedTuple):
+    """Requests to remotes so far, of all processes of a store.
+
+    Attributes:
+        reads: of objects, ranges and sizes.
+        writes: of objects, those in several parts counted once.
+        lists: pages of listings.
+        deletes: requests to delete up to a thousand objects.
+        received, sent: bytes.
+        errors: requests that failed in the end, after all retries.
+        seconds: that all requests took, added up.
+    """
+
+    reads: int
+    writes: int
+    lists: int
+    deletes: int
+    received: int
+    sent: int
+    errors: int
+    seconds: float
+
+    @property
+    def requests(self) -> int:
+        """Requests of all kinds."""
+        return self.reads + self.writes + self.lists + self.deletes
+
+
 class Stat(NamedTuple):
     """Figures about a store; sizes in bytes, times in seconds since the epoch.
 
@@ -49,6 +78,7 @@ class Stat(NamedTuple):
         memory_bytes, memory_max: the RAM tier of this process.
         mounts: mountpoints of live mounts.
         dictionaries: the dictionaries of prefixes.
+        remotes: requests to remotes so far.
     """
 
     path: str
@@ -70,6 +100,7 @@ class Stat(NamedTuple):
     memory_max: int
     mounts: list[str]
     dictionaries: list[PrefixDictionary]
+    remotes: RemoteUse
 
     @property
     def dedupe_ratio(self) -> float:
@@ -114,7 +145,13 @@ def measure(parts: Parts) -> Stat:
         memory_max=parts.source.memory.max_bytes,
         mounts=[mount.mountpoint for mount in mounts.list_live(index)],
         dictionaries=_dictionaries(parts),
+        remotes=_remotes(counters),
     )
+
+
+def _remotes(counters: dict[str, int]) -> RemoteUse:
+    *counts, microseconds = (counters.get(name, 0) for name in REMOTE_COUNTERS)
+    return RemoteUse(*counts, seconds=microseconds / 1e6)  # type: ignore[misc]  # as many as there are fields
 
 
 def _dictionaries(parts: Parts) -> list[PrefixDictionary]:

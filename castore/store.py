@@ -901,7 +901,14 @@ class Store:
     # Remotes
 
     def add_remote(
-        self, name: str, url: str, *, read_only: bool = False, single_writer: bool = False
+        self,
+        name: str,
+        url: str,
+        *,
+        read_only: bool = False,
+        single_writer: bool = False,
+        requests: int | None = None,
+        rate: int | str | None = None,
     ) -> Remote:
         """Keep a remote under a name. Makes the place a remote if it is none yet.
 
@@ -913,9 +920,12 @@ class Store:
             read_only: nothing will be written to it from this store.
             single_writer: vouch that only one process pushes at a time, for a storage without conditional
                 writes.
+            requests: bound on requests at once, of each process that uses it; default 16.
+            rate: bound on bytes a second (an int, or ``"50MB"``), of each process that uses it; default none.
 
         Raises:
-            InvalidNameError, InvalidValueError: of the name, the URL, or the name has another URL already.
+            InvalidNameError, InvalidValueError: of the name, the URL, a bound, or the name has another URL
+                already.
             RemoteError: the place cannot be used.
 
         Warns:
@@ -937,7 +947,12 @@ class Store:
         from castore.remote.urls import parse_url
 
         self.require_writable()
-        settings = RemoteSettings(check_remote_name(name), url, read_only, single_writer)
+        bytes_a_second = None if rate is None else parse_size(rate)
+        if (requests is not None and requests < 1) or bytes_a_second == 0:
+            raise InvalidValueError("a remote that may do nothing is of no use: give bounds of at least 1")
+        settings = RemoteSettings(
+            check_remote_name(name), url, read_only, single_writer, requests, bytes_a_second
+        )
         place = parse_url(url)
         if place.scheme == "file" and self.path in (Path(place.path), *Path(place.path).parents):
             raise InvalidValueError(f"{url!r} lies in the store's own folder; choose another for the remote")

@@ -7,7 +7,7 @@ of several stores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from castore.stats import Stat
 
@@ -23,7 +23,7 @@ def exposition(stat: Stat) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, dict[str, int]]]:
+def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
     """Name, type, help, and samples by their other labels."""
     yield "entries", "gauge", "Entries.", {"": stat.entries}
     yield (
@@ -44,3 +44,15 @@ def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, dict[str, int]]]:
     yield "corrupt_total", "counter", "Blobs that were found damaged or missing.", {"": stat.corrupt}
     yield "evictions_total", "counter", "Entries that gc removed.", {"": stat.evictions}
     yield "mounts", "gauge", "Live mounts.", {"": len(stat.mounts)}
+    remotes = stat.remotes
+    requests = {
+        ',kind="read"': remotes.reads,
+        ',kind="write"': remotes.writes,
+        ',kind="list"': remotes.lists,
+        ',kind="delete"': remotes.deletes,
+    }
+    yield "remote_requests_total", "counter", "Requests to remotes.", requests
+    sizes = {',direction="in"': remotes.received, ',direction="out"': remotes.sent}
+    yield "remote_bytes_total", "counter", "Bytes from and to remotes.", sizes
+    yield "remote_errors_total", "counter", "Requests to remotes that failed.", {"": remotes.errors}
+    yield "remote_request_seconds_total", "counter", "Time of all requests added up.", {"": remotes.seconds}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,6 +58,12 @@ def add(
             help="For storage without conditional writes: you vouch that only one process pushes at a time.",
         ),
     ] = False,
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests at once, at most.  [default: 16]")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes a second, at most: 50MB.  [default: no bound]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep a remote under a name. Makes the place a remote if it is none yet.
@@ -67,7 +74,9 @@ def add(
     """
     check_text(url, "URL")
     with open_store(context) as store:
-        store.add_remote(name, url, read_only=read_only, single_writer=single_writer)
+        store.add_remote(
+            name, url, read_only=read_only, single_writer=single_writer, requests=requests, rate=rate
+        )
         if as_json:
             print_json(_described(store, name))
         else:
@@ -87,16 +96,19 @@ def ls(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         print_json(known)
         return
-    options = {"read_only": "read-only", "single_writer": "single writer"}
-    rows = (
-        (
-            str(one["name"]),
-            str(one["url"]),
-            ", ".join(words for option, words in options.items() if one[option]),
-        )
-        for one in known
-    )
+    rows = ((str(one["name"]), str(one["url"]), ", ".join(_options(one))) for one in known)
     print_table(("NAME", "URL", "OPTIONS"), rows)
+
+
+def _options(one: dict[str, Any]) -> Iterator[str]:
+    if one["read_only"]:
+        yield "read-only"
+    if one["single_writer"]:
+        yield "single writer"
+    if one["requests"]:
+        yield f"{one['requests']} requests"
+    if one["rate"]:
+        yield f"{format_size(one['rate'])}/s"
 
 
 @remote.command("rm")
@@ -112,7 +124,7 @@ def rm(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         print_json({"removed": name})
 
 
-def _described(store: Store, name: str) -> dict[str, object]:
+def _described(store: Store, name: str) -> dict[str, Any]:
     return store.remote(name).settings._asdict()
 
 

@@ -57,6 +57,7 @@ def _figures(store: Store) -> dict[str, Any]:
     del figures["memory_bytes"], figures["memory_max"]
     figures["next_expiries"] = [{"name": name, "expires": when} for name, when in found.next_expiries]
     figures["prefixes"] = None if found.prefixes is None else [prefix._asdict() for prefix in found.prefixes]
+    figures["remotes"] = found.remotes._asdict()
     figures["dictionaries"] = [dictionary._asdict() for dictionary in found.dictionaries]
     ratios = {
         "dedupe_ratio": found.dedupe_ratio,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from castore.cli.output import console
 from castore.settings import Settings
-from castore.stats import Stat
+from castore.stats import RemoteUse, Stat
 from castore.units import format_duration, format_size
 
 _BAR = 24
@@ -74,11 +74,22 @@ def _use(stat: Stat) -> _Section:
     if hits + stat.misses:
         reads.append(f", {stat.hit_rate:.1%} found")
     section = [("reads", reads), ("evicted", _bold(f"{stat.evictions:,}", " entries so far"))]
+    if stat.remotes.requests:
+        section.append(("remotes", _remotes(stat.remotes)))
     if stat.corrupt:
         section.append(
             ("damaged", Text(f"{stat.corrupt:,} blobs so far; `castore verify` tells more", "red"))
         )
     return section
+
+
+def _remotes(use: RemoteUse) -> Text:
+    mean = use.seconds / use.requests * 1000
+    text = _bold(
+        f"{use.requests:,}", " requests, ", format_size(use.received), " in, ", format_size(use.sent), " out"
+    )
+    text.append(f", {mean:.0f} ms each", "dim")
+    return text.append(f", {use.errors:,} failed", "red") if use.errors else text
 
 
 def _bold(*pieces: str) -> Text:

@@ -19,9 +19,14 @@ from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
 
+#: Counters of requests to remotes, their bytes, the errors among them and the time that they took.
+REMOTE_COUNTERS = tuple(
+    f"remote_{name}"
+    for name in ("reads", "writes", "lists", "deletes", "received", "sent", "errors", "microseconds")
+)
 #: Seconds between two flushes of a busy reader.
 FLUSH_SECONDS = 5.0
-_COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt")
+_COUNTERS = ("memory_hits", "disk_hits", "misses", "corrupt", *REMOTE_COUNTERS)
 # Seconds that a flushing reader waits for writers, and names that it writes at once. A name takes about
 # 20 µs in a large index, and a read must not wait long for the counts of earlier reads.
 _FLUSH_TIMEOUT = 0.02

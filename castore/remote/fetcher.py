@@ -33,6 +33,7 @@ from castore.remote.fetch import BlobFetcher
 from castore.remote.kept import Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
+from castore.remote.metered_bucket import MeteredBucket
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
 from castore.remote.process import describe, open_parts
@@ -74,7 +75,8 @@ class _Source:
     def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
-        self.bucket: Bucket = open_bucket(settings.url, Patience.within(_timeout()))
+        opened = open_bucket(settings.url, Patience.within(_timeout()))
+        self.bucket: Bucket = MeteredBucket(opened, parts.usage, settings.requests, settings.rate)
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
         self.require(marker.check, self.bucket)
@@ -288,6 +290,10 @@ class Fetcher:
         except Vanished as error:
             raise RemoteError("gc removed bytes while they were kept; read again") from error
 
+    def flush(self) -> None:
+        """Write the counts of requests from time to time."""
+        self._parts.usage.flush_if_due()
+
     def close(self) -> None:
         """End what is under way, and close the store."""
         for pool in (self._work, self._network):
@@ -374,6 +380,7 @@ class _Server:
                     return
                 with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
                     send(connection, self._do(request))
+            self._fetcher.flush()
         finally:
             with self._lock:
                 self._active -= 1

@@ -170,8 +170,9 @@ class Remote:
         Raises:
             RemoteError: it has another format, or cannot do what a remote needs.
         """
-        _, _, read_only, single_writer = self.settings
-        found: list[str] = self._call("prepare", {"read_only": read_only, "single_writer": single_writer})
+        settings = self.settings
+        arguments = {"read_only": settings.read_only, "single_writer": settings.single_writer}
+        found: list[str] = self._call("prepare", arguments)
         return found
 
     def refs(self) -> list[str]:
@@ -308,7 +309,8 @@ class Remote:
 
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
         request = {
-            "store": str(self._parts.path), "options": self._options, "url": self.url, "call": call,
+            "store": str(self._parts.path), "options": self._options, "url": self.url,
+            "requests": self.settings.requests, "rate": self.settings.rate, "call": call,
             "arguments": arguments,
         }  # fmt: skip
         reading, writing = os.pipe()

@@ -32,12 +32,16 @@ class RemoteSettings(NamedTuple):
         read_only: nothing is written to it from here.
         single_writer: the storage has no conditional writes, and the user vouches that only one process
             pushes at a time.
+        requests: bound on requests at once, of each process that uses it; None for castore's own.
+        rate: bound on bytes a second, of each process that uses it, or None.
     """
 
     name: str
     url: str
     read_only: bool = False
     single_writer: bool = False
+    requests: int | None = None
+    rate: int | None = None
 
 
 def check_remote_name(name: str) -> str:
@@ -89,7 +93,12 @@ class Remotes:
         try:
             fields = json.loads(data)
             return RemoteSettings(
-                name, _text(fields["url"]), fields["read_only"] is True, fields["single_writer"] is True
+                name,
+                _text(fields["url"]),
+                fields["read_only"] is True,
+                fields["single_writer"] is True,
+                _bound(fields.get("requests")),
+                _bound(fields.get("rate")),
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreError(
@@ -187,6 +196,12 @@ def _read(path: Path) -> str | None:
             return file.read(_MAX_BYTES).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _bound(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise TypeError("no bound")
+    return value
 
 
 def _text(value: Any) -> str:

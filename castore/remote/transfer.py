@@ -25,6 +25,7 @@ from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.collect import collect
+from castore.remote.metered_bucket import MeteredBucket
 from castore.remote.page_cache import PageCache
 from castore.remote.probe import probe
 from castore.remote.process import describe, open_parts
@@ -202,13 +203,15 @@ def _serve() -> int:
     return 0
 
 
+def _bucket(parts: Parts, request: dict[str, Any]) -> Bucket:
+    return MeteredBucket(open_bucket(request["url"]), parts.usage, request["requests"], request["rate"])
+
+
 def _do(request: dict[str, Any]) -> Any:
     parts = open_parts(Path(request["store"]), **request["options"])
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            call: Callable[..., Any] = getattr(
-                _Call(parts, open_bucket(request["url"]), pool), request["call"]
-            )
+            call: Callable[..., Any] = getattr(_Call(parts, _bucket(parts, request), pool), request["call"])
             return call(**request["arguments"])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -61,7 +61,7 @@ def test_a_remote_is_kept_listed_and_forgotten(cli: Cli, store: Store, url: str,
     ran = cli("remote", "add", "team", url)
     assert (ran.code, ran.out, ran.err) == (0, f"team is {url} from now on\n", "")
     assert cli("remote", "add", "mine", url, "--read-only", "--single-writer", "--json").json == {
-        "name": "mine", "url": url, "read_only": True, "single_writer": True,
+        "name": "mine", "url": url, "read_only": True, "single_writer": True, "requests": None, "rate": None,
     }  # fmt: skip
     assert cli("remote", "ls").out == f"mine\t{url}\tread-only, single writer\nteam\t{url}\t\n"
     assert [one["name"] for one in cli("remote", "ls", "--json").json] == ["mine", "team"]

@@ -61,7 +61,8 @@ def test_prometheus_format_is_whole(cli: Cli, store: Store, folder: Path) -> Non
         if line.startswith("# "):
             described.add(" ".join(line.split()[1:3]))
             continue
-        sample = re.fullmatch(r'(castore_[a-z_]+)\{store="([^"]+)"(?:,tier="(?:memory|disk)")?\} (\d+)', line)
+        labels = r'store="([^"]+)"(?:,(?:tier|kind|direction)="[a-z]+")?'
+        sample = re.fullmatch(rf"(castore_[a-z_]+)\{{{labels}\}} (\d+(?:\.\d+)?)", line)
         assert sample, line
         assert sample[2] == str(folder)
         assert {f"HELP {sample[1]}", f"TYPE {sample[1]}"} <= described

@@ -100,10 +100,12 @@ class World:
         """Let actors run to their ends, all at once."""
         made = [_Actor(name, self._bound(work)) for name, work in actors.items()]
         for actor in made:
-            self._actors = made
             actor.thread.start()
+        # With much inertia an actor does a lot between two calls of another one.
+        inertia, actor = self.chance.choice([0.0, 0.7, 0.95]), made[0]
         while waiting := [actor for actor in made if not actor.is_over]:
-            actor = self.chance.choice(waiting)
+            if actor.is_over or self.chance.random() >= inertia:
+                actor = self.chance.choice(waiting)
             self._let_time_pass(waiting)
             if kills and self.chance.random() < 0.01:
                 actor.is_killed = True

@@ -1,0 +1,165 @@
+"""A bucket that counts what it is asked, and keeps to limits of requests at once and bytes a second.
+
+The limits hold for the process: the one that fetches for all readers of a store, and each push or pull.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from castore.errors import RemoteError, RemoteMissingError
+from castore.objects.codecs import Buffer
+from castore.read.usage import Usage
+from castore.remote.bucket import Bucket, Listed, Versioned
+
+#: Seconds of silence that a limited link may catch up on.
+BURST_SECONDS = 0.25
+
+
+class Link:
+    """A bound on bytes a second. Threads share it.
+
+    Args:
+        rate: bytes a second; None for no bound.
+    """
+
+    def __init__(self, rate: int | None) -> None:
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free = 0.0
+
+    def take(self, size: int) -> None:
+        """Wait until ``size`` more bytes may have passed."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now - BURST_SECONDS) + size / self._rate
+            wait = self._free - now
+        if wait > 0:
+            time.sleep(wait)
+
+
+class MeteredBucket:
+    """See `castore.remote.bucket.Bucket`.
+
+    Args:
+        bucket: does the work.
+        usage: counts.
+        requests: requests at once; None for no bound of its own.
+        rate: bytes a second; None for no bound.
+    """
+
+    def __init__(self, bucket: Bucket, usage: Usage, requests: int | None, rate: int | None) -> None:
+        self._bucket = bucket
+        self._usage = usage
+        self._turns = threading.Semaphore(requests) if requests is not None else None
+        self._link = Link(rate)
+        self._lock = threading.Lock()
+        self.url = bucket.url
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                self._usage.counts[f"remote_{name}"] += count
+
+    @contextmanager
+    def _request(self, kind: str) -> Iterator[None]:
+        if self._turns is not None:
+            self._turns.acquire()
+        began = time.monotonic()
+        try:
+            yield
+        except RemoteMissingError:
+            raise
+        except RemoteError:
+            self._count(errors=1)
+            raise
+        finally:
+            if self._turns is not None:
+                self._turns.release()
+            self._count(**{kind: 1, "microseconds": round((time.monotonic() - began) * 1e6)})
+
+    def get(self, key: str) -> Versioned:
+        """See `Bucket`."""
+        with self._request("reads"):
+            found = self._bucket.get(key)
+        self._receive(len(found.data))
+        return found
+
+    def _receive(self, size: int) -> None:
+        self._count(received=size)
+        self._link.take(size)
+
+    def size(self, key: str) -> int | None:
+        """See `Bucket`."""
+        with self._request("reads"):
+            return self._bucket.size(key)
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `Bucket`."""
+        with self._request("reads"):
+            found = self._bucket.get_ranges(key, ranges)
+        self._receive(sum(map(len, found)))
+        return found
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        """See `Bucket`."""
+        with self._request("reads"):
+            for piece in self._bucket.stream(key):
+                self._receive(len(piece))
+                yield piece
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Bucket`."""
+        self._send(len(data))
+        with self._request("writes"):
+            self._bucket.put(key, data)
+
+    def _send(self, size: int) -> None:
+        self._link.take(size)
+        self._count(sent=size)
+
+    def upload(self, key: str, path: Path, progress: Callable[[int], object]) -> None:
+        """See `Bucket`."""
+
+        def pass_on(size: int) -> None:
+            self._send(size)
+            progress(size)
+
+        with self._request("writes"):
+            self._bucket.upload(key, path, pass_on)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `Bucket`."""
+        self._send(len(data))
+        with self._request("writes"):
+            return self._bucket.create(key, data)
+
+    def replace(self, key: str, data: bytes, version: Any) -> bool:
+        """See `Bucket`."""
+        self._send(len(data))
+        with self._request("writes"):
+            return self._bucket.replace(key, data, version)
+
+    def listing(self, prefix: str) -> Iterator[Listed]:
+        """See `Bucket`. Counted as one request for each thousand objects."""
+        with self._request("lists"):
+            for found, listed in enumerate(self._bucket.listing(prefix), start=1):
+                if found % 1000 == 0:
+                    self._count(lists=1)
+                yield listed
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Bucket`."""
+        with self._request("deletes"):
+            self._bucket.delete(keys)
+
+    def remove_unfinished(self, before: float) -> None:
+        """See `Bucket`."""
+        self._bucket.remove_unfinished(before)

@@ -1,0 +1,113 @@
+"""A remote's requests are counted and bounded, whatever process makes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import castore_fuse
+from castore import Store
+from castore.errors import InvalidValueError, RemoteMissingError
+from castore.remote.bucket import Versioned
+from castore.remote.folder_bucket import FolderBucket
+from castore.remote.metered_bucket import BURST_SECONDS, MeteredBucket
+from tests.helpers import noise
+from tests.mount.conftest import until
+from tests.remote.test_lazy_mount import end_fetcher
+
+
+class Counting(FolderBucket):
+    """Knows how many requests are under way at once."""
+
+    running = most = 0
+    lock = threading.Lock()
+
+    def get(self, key: str) -> Versioned:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            # Others come meanwhile, if they may.
+            time.sleep(0.01)
+            return super().get(key)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+def test_no_more_requests_run_at_once_than_are_allowed(store: Store, tmp_path: Path) -> None:
+    bucket = Counting(tmp_path / "bucket")
+    bucket.put("one", b"1")
+    metered = MeteredBucket(bucket, store.parts.usage, 3, None)
+    with ThreadPoolExecutor(12) as pool:
+        assert {found.data for found in pool.map(metered.get, ["one"] * 40)} == {b"1"}
+    assert bucket.most == 3
+
+
+def test_no_more_bytes_pass_in_a_second_than_are_allowed(store: Store, tmp_path: Path) -> None:
+    rate, data = 4_000_000, noise(500_000)
+    metered = MeteredBucket(FolderBucket(tmp_path / "bucket"), store.parts.usage, None, rate)
+    (tmp_path / "large").write_bytes(data)
+    began = time.monotonic()
+    metered.put("a", data)
+    metered.upload("b", tmp_path / "large", lambda size: None)
+    assert metered.get("a").data == data
+    assert b"".join(metered.stream("b")) == data
+    assert metered.get_ranges("a", [(0, 250_000), (250_000, 500_000)]) == [data[:250_000], data[250_000:]]
+    assert time.monotonic() - began >= 5 * len(data) / rate - BURST_SECONDS
+
+
+def test_requests_bytes_and_errors_are_counted(store: Store, tmp_path: Path) -> None:
+    metered = MeteredBucket(FolderBucket(tmp_path / "bucket"), store.parts.usage, None, None)
+    assert metered.create("refs/a", b"1")
+    assert metered.replace("refs/a", b"2", metered.get("refs/a").version)
+    metered.put("objects/b", bytes(1000))
+    assert metered.size("objects/b") == 1000
+    assert len(metered.get_ranges("objects/b", [(0, 10)])[0]) == 10
+    assert [one.key for one in metered.listing("objects/")] == ["objects/b"]
+    metered.delete(["objects/b"])
+    with pytest.raises(RemoteMissingError):
+        metered.get("objects/b")
+    store.parts.usage.flush()
+    used = store.stat().remotes
+    assert used[:7] == (4, 3, 1, 1, 11, 1002, 0)
+    assert used.requests == 9
+    assert used.seconds > 0
+
+
+def test_what_pushes_pulls_and_mounts_ask_is_in_the_figures(tmp_path: Path) -> None:
+    with Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
+        one.put("large", noise(3 << 20))
+        one.add_remote("team", (tmp_path / "bucket").as_uri()).push()
+        sent = one.stat().remotes
+        assert sent.sent > 3 << 20 > sent.received
+        two.add_remote("team", (tmp_path / "bucket").as_uri())
+        before = two.stat().remotes
+        with castore_fuse.mounted(two, remote="team") as root:
+            assert (root / "large").read_bytes() == noise(3 << 20)
+        until(lambda: two.stat().remotes.received - before.received > 3 << 20)
+        end_fetcher(two)
+        two.pull(remote="team")
+        assert two.stat().remotes.received - before.received < 4 << 20, "a pull fetches nothing twice"
+        assert json.loads((tmp_path / "two/remotes/team/remote.json").read_text())["rate"] is None
+
+
+def test_bounds_are_kept_with_the_remote_and_checked(store: Store, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    store.put("name", noise(400_000))
+    team = store.add_remote("team", url, requests=2, rate="400KB")
+    assert store.remote("team").settings[-2:] == (2, 400_000)
+    began = time.monotonic()
+    team.push()
+    assert time.monotonic() - began > 1 - BURST_SECONDS
+    for wrong in ({"requests": 0}, {"rate": 0}, {"requests": -1}):
+        with pytest.raises(InvalidValueError, match="bounds of at least 1"):
+            store.add_remote("other", url, **wrong)  # type: ignore[arg-type]
+    assert store.remotes() == ["team"]
+    assert os.listdir(tmp_path / "bucket")
