@@ -43,7 +43,7 @@ class _Actor:
         self.name = name
         self.turn = threading.Semaphore(0)
         self.is_killed = False
-        # Whether it has read the state of collections, and acts upon it with its next call.
+        # Whether it has read the state of collections, and moves a ref right after that.
         self.is_hot = False
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(work,))
@@ -144,7 +144,7 @@ class World:
         if actor.is_killed:
             raise Killed
         self.trace.append(f"{actor.name}: {call}")
-        actor.is_hot = call == f"get {STATE}"
+        actor.is_hot = call == f"get {STATE}" or call.startswith(f"write {REFS}")
         self._back.release()
         actor.turn.acquire()
         if actor.is_killed:

@@ -160,11 +160,40 @@ def maintain(data: Path) -> None:
     castore("gc", "--max-size", half, "--dry-run")
 
 
+def second_node(data: Path) -> None:
+    step(8, "A second node: mounted before it is there")
+    bucket = (FOLDER / "bucket").as_uri()
+    console.print("[dim]A folder stands for a bucket or a shared file system. This node pushes:[/]")
+    castore("remote", "add", "team", bucket, quiet=True)
+    castore("push", PREFIX, "--to", "team")
+    console.print("[dim]Another node, with a store of its own, mounts the ref without a pull:[/]")
+    castore("--store", "node2", "init", quiet=True)
+    castore("--store", "node2", "remote", "add", "team", bucket, quiet=True)
+    castore("--store", "node2", "mount", "mnt2", "--remote", "team")
+    mount = FOLDER / "mnt2"
+    try:
+        name, _, load = LOADERS[-1]
+        before = sources.size_of(FOLDER / "node2" / "objects")
+        start = time.perf_counter()
+        if load(mount / PREFIX) != load(data):
+            sys.exit(f"demo: the remote's mount gave other bytes than the plain files to {name}")
+        elapsed = time.perf_counter() - start
+        fetched = sources.size_of(FOLDER / "node2" / "objects") - before
+        console.print(
+            f"  {name} read its files in {elapsed:.2f} s, [green]✔ same bytes[/]: the node has fetched"
+            f" {megabytes(fetched)} of {megabytes(sources.size_of(FOLDER / 'bucket'))}."
+        )
+    finally:
+        castore("umount", "mnt2", quiet=True)
+
+
 def main() -> None:
     start = time.monotonic()
     mount = FOLDER / "mnt"
-    if str(mount) in Path("/proc/self/mounts").read_text():  # left by an interrupted demo
-        castore("umount", "mnt", quiet=True)
+    mounts = Path("/proc/self/mounts").read_text()
+    for left in ("mnt", "mnt2"):  # by an interrupted demo
+        if f" {FOLDER / left} " in mounts:
+            castore("umount", left, quiet=True)
     data = sources.fresh_folder(FOLDER) / "data"
     data.mkdir()
     mount.mkdir()
@@ -175,6 +204,7 @@ def main() -> None:
         read(data, mount / PREFIX)
         compare_speed(data, mount / PREFIX)
         maintain(data)
+    second_node(data)
     console.print(
         f"\n[bold green]Done[/] in {time.monotonic() - start:.0f} s. The files are in .demo "
         "(`make clean` removes them). Next: docs/tutorial.md."
