@@ -79,10 +79,14 @@ class _Source:
         self.bucket: Bucket = MeteredBucket(opened, parts.usage, settings.requests, settings.rate)
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
+        self._answered = 0.0
         self.require(marker.check, self.bucket)
 
     def require(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Do some work with the bucket. After a failure to reach it, fail at once for some seconds.
+        """Do some work with the bucket.
+
+        If it could not be reached, and nobody else has had an answer meanwhile, all work fails at once for
+        some seconds.
 
         Raises:
             RemoteUnreachableError: it gives no answer, or gave none a moment ago.
@@ -90,11 +94,15 @@ class _Source:
         until, why = self._down
         if time.monotonic() < until:
             raise RemoteUnreachableError(why)
+        began = time.monotonic()
         try:
-            return work(*arguments)
+            done = work(*arguments)
         except RemoteUnreachableError as error:
-            self._down = time.monotonic() + _DOWN_SECONDS, str(error)
+            if self._answered < began:
+                self._down = time.monotonic() + _DOWN_SECONDS, str(error)
             raise
+        self._answered = time.monotonic()
+        return done
 
 
 class _Coming:
