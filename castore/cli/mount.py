@@ -42,7 +42,10 @@ def mount(
             show_default=False,
         ),
     ] = "",
-    ref: Annotated[str, typer.Option(metavar="REF[@COMMIT]", help="Of the remote: what to show.")] = "main",
+    ref: Annotated[
+        str | None,
+        typer.Option(metavar="REF[@COMMIT]", help="Of the remote: what to show.  [default: main]"),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Show new commits of the ref as they come.")
     ] = False,
@@ -92,7 +95,10 @@ def mount(
     )
     if isinstance(result, int):
         raise typer.Exit(result)
-    typer.echo(f"{f'{ref} of remote {remote}' if remote else store} is mounted at {result}")
+    if remote and prefix and not any(result.iterdir()):
+        print_error(f"{ref or 'main'} of remote {remote} has no name below {prefix!r}, so the mount is empty")
+    what = f"{ref or 'main'} of remote {remote}" if remote else store
+    typer.echo(f"{what} is mounted at {result}")
 
 
 def _warn_if_empty(context: typer.Context, prefix: str) -> None:

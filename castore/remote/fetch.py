@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import ExitStack, closing
 from itertools import accumulate
@@ -67,6 +67,14 @@ class _Request(NamedTuple):
         return max(row.place.offset + row.place.stored for row in self.rows)
 
 
+#: Told of a row whose bytes are damaged.
+OnDamage = Callable[[Row, CorruptError], object]
+
+
+def _raise(row: Row, error: CorruptError) -> None:
+    raise error
+
+
 class BlobFetcher:
     """Fetches the blobs of rows.
 
@@ -74,13 +82,16 @@ class BlobFetcher:
         parts: of the store that the blobs are for.
         bucket: has them.
         pool: fetches.
+        on_damage: is told of each row whose bytes are damaged, and the others come all the same; by default
+            the error is raised.
 
     Attributes:
         fetched: bytes that have come.
     """
 
-    def __init__(self, parts: Parts, bucket: Bucket, pool: Executor) -> None:
+    def __init__(self, parts: Parts, bucket: Bucket, pool: Executor, on_damage: OnDamage = _raise) -> None:
         self._parts = parts
+        self._on_damage = on_damage
         self._bucket = bucket
         self._pool = pool
         self.fetched = 0
@@ -122,8 +133,13 @@ class BlobFetcher:
             staged: list[tuple[Row, Staged]] = []
             for row in request.rows:
                 at = row.place.offset - start
-                staged.append((row, self._stage(row, view[at : at + row.place.stored], key)))
-                undo.callback(staged[-1][1].discard)
+                try:
+                    item = self._stage(row, view[at : at + row.place.stored], key)
+                except CorruptError as error:
+                    self._on_damage(row, error)
+                    continue
+                staged.append((row, item))
+                undo.callback(item.discard)
             undo.pop_all()
         return staged
 
@@ -158,7 +174,11 @@ class BlobFetcher:
         """A blob that is an object of its own."""
         [row] = request.rows
         key = object_key(request.object, packed=False)
-        return [(row, self._stage_file(row, key, self._bucket.stream(key)))]
+        try:
+            return [(row, self._stage_file(row, key, self._bucket.stream(key)))]
+        except CorruptError as error:
+            self._on_damage(row, error)
+            return []
 
     def _stage_file(self, row: Row, key: str, pieces: Iterator[bytes | memoryview]) -> LargeBlob:
         objects, place = self._parts.objects, row.place

@@ -17,14 +17,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from castore.errors import CastoreError, CorruptError, RemoteError, RemoteUnreachableError
+from castore.errors import (
+    CastoreError,
+    CorruptError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteUnreachableError,
+)
+from castore.gc import collect
 from castore.parts import Parts
 from castore.records import LOST, EntrySpec
 from castore.remote import commits, marker
@@ -59,6 +66,8 @@ _CONNECTIONS, _WORKERS = 16, 32
 _REQUEST_BYTES = 4 << 20
 # Blobs, and their bytes, that are committed together.
 _BATCH, _BATCH_BYTES = 64, 4 << 20
+# Bytes, and part of the budget, that are kept between two collections of the store.
+_TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
 # Seconds for which a remote that gave no answer is not asked again.
 _DOWN_SECONDS = 5.0
 _BACKLOG = 128
@@ -70,7 +79,7 @@ def _timeout() -> float:
 
 
 class _Source:
-    """An open remote, and how it does."""
+    """A remote, and how it does."""
 
     def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
@@ -80,7 +89,15 @@ class _Source:
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
         self._answered = 0.0
-        self.require(marker.check, self.bucket)
+        self._lock = threading.Lock()
+        self._is_checked = False
+
+    def check(self) -> None:
+        """Check that the place is a remote, once."""
+        with self._lock:
+            if not self._is_checked:
+                self.require(marker.check, self.bucket)
+                self._is_checked = True
 
     def require(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Do some work with the bucket.
@@ -149,6 +166,7 @@ class Fetcher:
         self._work = ThreadPoolExecutor(_WORKERS, "work")
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
+        self._kept = 0
         self._sources: dict[str, _Source] = {}
         self._coming = _Coming()
 
@@ -158,6 +176,7 @@ class Fetcher:
             source = self._sources.get(name)
             if source is None or source.settings != settings:
                 source = self._sources[name] = _Source(self._parts, settings, self._network)
+        source.check()
         return source
 
     def ref(self, remote: str, ref: str, start: str | None) -> tuple[bytes, bytes, float]:
@@ -194,7 +213,8 @@ class Fetcher:
 
         def begin(mine: list[bytes]) -> None:
             wanted = {digest: by_digest[digest] for digest in mine}
-            self._work.submit(self._end, mine, partial(self._fetch_blobs, source, wanted, set(waited)))
+            work = partial(source.require, self._fetch_blobs, source, wanted)
+            self._work.submit(self._end, mine, work)
 
         self._have(missing, waited, begin)
 
@@ -244,22 +264,13 @@ class Fetcher:
         if digest_of(source.require(source.pages.load, digest)) != digest:
             raise CorruptError(f"page {digest.hex()} in {source.bucket.url} is damaged")
 
-    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, Row], waited: Set[bytes]) -> None:
-        try:
-            source.require(self._stage_blobs, source, wanted)
-        except CorruptError:
-            if len(wanted) == 1:
-                raise
-            # A damaged blob is no reason to refuse its neighbours to a reader who waits for them.
-            for digest in wanted.keys() & waited:
-                self._end([digest], partial(self._fetch_blobs, source, {digest: wanted[digest]}, waited))
-            raise
-
-    def _stage_blobs(self, source: _Source, wanted: dict[bytes, Row]) -> None:
+    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, Row]) -> None:
         batch: list[tuple[str, Staged]] = []
         size = 0
+        # A damaged blob is no reason to refuse its neighbours.
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_damage)
         try:
-            with closing(BlobFetcher(self._parts, source.bucket, self._network).staged(wanted)) as coming:
+            with closing(blobs.staged(wanted)) as coming:
                 for row, staged in coming:
                     batch.append((blob_name(row.digest), staged))
                     size += row.place.stored
@@ -272,6 +283,9 @@ class Fetcher:
             for _, staged in batch:
                 staged.discard()
             raise
+
+    def _tell_of_damage(self, row: Row, error: CorruptError) -> None:
+        self._coming.end([row.digest], error)
 
     def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:
         key, start, end = object_key(digest, packed=False), parts[0].start, parts[-1].end
@@ -295,8 +309,19 @@ class Fetcher:
         try:
             with self._commit_lock:  # else all threads would find the same room within the budget
                 self._parts.writer.commit(specs)
+                self._kept += sum(staged.stored for _, staged in batch)
+                budget = self._parts.settings.max_size
+                is_due = budget is not None and self._kept > max(_TIDY_BYTES, budget * _TIDY_SHARE)
+                self._kept = 0 if is_due else self._kept
         except Vanished as error:
             raise RemoteError("gc removed bytes while they were kept; read again") from error
+        if is_due:
+            self._work.submit(self._tidy)
+
+    def _tidy(self) -> None:
+        """Free the disk space of evicted bytes in packs, and of the journal's old records."""
+        with suppress(CastoreError, OSError):  # no reader's business; the next time tries again
+            collect.run(self._parts, self._parts.settings.max_size, collect.GRACE_SECONDS)
 
     def flush(self) -> None:
         """Write the counts of requests from time to time."""
@@ -386,8 +411,11 @@ class _Server:
                 if request == {"do": "done"}:
                     idle = DONE_SECONDS
                     return
+                answer = self._do(request)
+                if "error" in answer and answer["error"]["kind"] == RemoteDeniedError.__name__:
+                    idle = 0.0  # whoever asks next may have other credentials in the environment
                 with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
-                    send(connection, self._do(request))
+                    send(connection, answer)
             self._fetcher.flush()
         finally:
             with self._lock:

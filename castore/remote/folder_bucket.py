@@ -265,6 +265,7 @@ class _translated:  # noqa: N801
 
     def __init__(self, bucket: FolderBucket, key: str) -> None:
         self._what = f"{key or 'the objects'} in {bucket.url}"
+        self._folder = bucket.folder
 
     def __enter__(self) -> None:
         return None
@@ -277,7 +278,8 @@ class _translated:  # noqa: N801
                 f"cannot use {self._what}: a file lies in the way, where a folder should be"
             ) from error
         if isinstance(error, FileNotFoundError):
-            raise RemoteMissingError(f"there is no {self._what}") from error
+            why = "" if self._folder.is_dir() else ", nor its folder; is the file system mounted?"
+            raise RemoteMissingError(f"there is no {self._what}{why}") from error
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             raise RemoteDeniedError(f"no permission for {self._what}: {error.strerror}") from error
         if error.errno in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EHOSTDOWN):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from castore.errors import CorruptError, RemoteError
 from castore.objects.codec_threads import codec_threads
@@ -37,18 +39,26 @@ class LazyReader:
     Args:
         parts: of the store that keeps what is read.
         fetcher: brings what is missing.
+        ahead: does work in the background, or drops it.
         remote: name of the remote.
         row: of the blob.
         cache: keeps decoded frames for all readers.
     """
 
     def __init__(
-        self, parts: Parts, fetcher: FetcherClient, remote: str, row: Row, cache: MemoryLRU[bytes]
+        self,
+        parts: Parts,
+        fetcher: FetcherClient,
+        ahead: Callable[[Callable[[], object]], object],
+        remote: str,
+        row: Row,
+        cache: MemoryLRU[bytes],
     ) -> None:
         self.blob = Blob(row.digest, row.size, row.place.stored, row.place.codec, LOOSE, 0)
         self.frames = frame_count(row.size)
         self._store = parts
         self._fetcher = fetcher
+        self._ahead = ahead
         self._remote = remote
         self._object = row.place.object
         self._name = row.name
@@ -200,7 +210,15 @@ class LazyReader:
                 return
             self._asked = max(self._asked, stop)
         if start < stop:
-            self._fetch(list(self._division.parts[start:stop]), first=0)
+            # In the background: a network that hangs must not keep a reader from bytes that are here.
+            self._ahead(partial(self._fetch_missing, self._division.parts[start:stop]))
+
+    def _fetch_missing(self, parts: Sequence[Part]) -> None:
+        named = {part.name(self._object): part for part in parts}
+        found = self._store.index.find_many(list(named))
+        missing = [part for name, part in named.items() if name not in found or found[name].blob.pack == LOST]
+        if missing:
+            self._fetch(missing, first=0)
 
     def _fetch(self, parts: list[Part], first: int) -> None:
         self._fetcher.call("parts", remote=self._remote, digest=self._object, parts=parts, first=first)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice, takewhile
 from typing import NamedTuple
 
+from castore import layout
 from castore.errors import (
     CastoreError,
     CorruptError,
@@ -55,6 +58,8 @@ _WINDOW, _LARGEST_WINDOW, _PACKS = 256 << 10, 8 << 20, 10_000
 _ATTEMPTS = 8
 # Trees of earlier commits that are kept for open files.
 _OLDER = 64
+# Pieces of work under way, or waiting, that save time later.
+_HINTS = 16
 
 
 class NameChange(NamedTuple):
@@ -112,6 +117,7 @@ class RemoteTree:
         self._prefetch = prefetch
         self._ended = threading.Event()
         self._background = ThreadPoolExecutor(1, "castore-ahead")
+        self._hinting = threading.Semaphore(_HINTS)
 
     def _tree(self, root: bytes) -> Tree:
         return Tree(root, self._read_page, self._expect_pages, self._decoded)
@@ -127,9 +133,27 @@ class RemoteTree:
         )
 
     def _expect_pages(self, digests: Iterable[bytes]) -> None:
-        missing = [digest for digest in digests if self._decoded.get(digest) is None]
+        folder = self._parts.path / layout.PAGES
+        missing = [
+            digest
+            for digest in digests
+            if self._decoded.get(digest) is None and not os.path.exists(folder / digest.hex())
+        ]
         if missing:
-            self._fetcher.call("pages", remote=self._remote, pages=missing, first=0)
+            self._hint(partial(self._fetcher.call, "pages", remote=self._remote, pages=missing, first=0))
+
+    def _hint(self, work: Callable[[], object]) -> None:
+        """Do some work in the background that saves time later. It is dropped if there is much of it."""
+        if self._hinting.acquire(blocking=False):
+            threading.Thread(target=self._run_hint, args=(work,), name="castore-hint", daemon=True).start()
+
+    def _run_hint(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except CastoreError as error:  # whoever needs it gets the error
+            log.debug("not fetched ahead: %s", error)
+        finally:
+            self._hinting.release()
 
     # Names
 
@@ -209,7 +233,7 @@ class RemoteTree:
             if row.place.stored > WHOLE_LIMIT:
                 if self._prefetch == "open":
                     self._background.submit(self._fetch_ahead, [row])
-                return LazyReader(parts, self._fetcher, self._remote, row, cache)
+                return LazyReader(parts, self._fetcher, self._hint, self._remote, row, cache)
             self._fetch(row)
         raise RemoteError(
             f"{name!r} is dropped as fast as it is fetched: the budget of {parts.path} is too small for what"
@@ -295,7 +319,11 @@ class RemoteTree:
         if row.place.stored <= WHOLE_LIMIT:
             return 0
         names = [part.name(row.place.object) for part in Division(row.place).parts]
-        return sum(found.blob.stored for found in self._parts.index.find_many(names).values())
+        found = self._parts.index.find_many(names)
+        # The seek table is in no part, and nobody needs it once all parts are here.
+        if len(found) == len(names):
+            return row.place.stored
+        return sum(one.blob.stored for one in found.values())
 
     # Upkeep
 
@@ -341,7 +369,7 @@ class RemoteTree:
     def close(self) -> None:
         """See `FileTree`."""
         self._ended.set()
-        self._background.shutdown(cancel_futures=True)
+        self._background.shutdown(wait=False, cancel_futures=True)
         self._fetcher.done()
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sqlite3
-import sys
 from pathlib import Path
 
 from castore import Store
@@ -118,4 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    # A thread that waits for a remote would keep the process for as long as the network hangs.
+    os._exit(code)

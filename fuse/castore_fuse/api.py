@@ -37,7 +37,7 @@ def mount(
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
     remote: str = "",
-    ref: str = "main",
+    ref: str | None = None,
     follow: bool = False,
     prefetch: Prefetch = "none",
 ) -> Path:
@@ -54,7 +54,8 @@ def mount(
         threads: number of requests handled at once; by default a few more than there are cores.
         remote: name of a remote of the store. The names of its ref are shown instead of the store's, without
             a pull: bytes come when they are read, and stay in the store as far as its budget lets them.
-        ref: a ref of the remote, or ``REF@COMMIT`` with at least six of a commit's hex digits.
+        ref: a ref of the remote (default ``"main"``), or ``REF@COMMIT`` with at least six of a commit's hex
+            digits.
         follow: show the ref's new commits as they come.
         prefetch: what comes before it is read: ``"none"``, ``"open"`` (the rest of a file that
             somebody reads), or ``"all"``.
@@ -87,7 +88,7 @@ def mounted(
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
     remote: str = "",
-    ref: str = "main",
+    ref: str | None = None,
     follow: bool = False,
     prefetch: Prefetch = "none",
 ) -> Iterator[Path]:
@@ -133,7 +134,7 @@ def foreground(
     cache_size: int | str = CACHE_SIZE,
     threads: int | None = None,
     remote: str = "",
-    ref: str = "main",
+    ref: str | None = None,
     follow: bool = False,
     prefetch: Prefetch = "none",
 ) -> int:
@@ -169,7 +170,7 @@ class _Options(NamedTuple):
     cache_size: int | str
     threads: int | None
     remote: str
-    ref: str
+    ref: str | None
     follow: bool
     prefetch: Prefetch
 
@@ -181,7 +182,7 @@ def _command(folder: Path, given: _Options) -> list[str]:
         raise InvalidValueError(f"prefetch is {' or '.join(get_args(Prefetch))}, not {given.prefetch!r}")
     if given.remote and given.pin:
         raise InvalidValueError("a mount of a remote cannot pin: what gc takes is fetched again")
-    if not given.remote and (given.follow or given.ref != "main" or given.prefetch != "none"):
+    if not given.remote and (given.follow or given.ref is not None or given.prefetch != "none"):
         raise InvalidValueError("ref, follow and prefetch are for a mount of a remote: say which remote")
     command = [sys.executable, "-m", "castore_fuse", "--store", os.fspath(folder)]
     command += ["--prefix", check_prefix(given.prefix), "--cache-size", str(parse_size(given.cache_size))]
@@ -189,7 +190,7 @@ def _command(folder: Path, given: _Options) -> list[str]:
     command += ["--allow-other"] if given.allow_other else []
     command += ["--threads", str(given.threads)] if given.threads is not None else []
     if given.remote:
-        command += ["--remote", given.remote, "--ref", given.ref, "--prefetch", given.prefetch]
+        command += ["--remote", given.remote, "--ref", given.ref or "main", "--prefetch", given.prefetch]
         command += ["--follow"] if given.follow else []
     return command
 

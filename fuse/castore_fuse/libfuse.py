@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import os
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_uint64, c_void_p
@@ -138,6 +139,9 @@ def load() -> Libfuse:
     os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
     try:
         import mfusepy
+
+        if mfusepy.fuse_version_major != 3:  # somebody else has imported it before, with libfuse 2
+            mfusepy = _import_again("mfusepy")
     except ImportError as error:
         raise MissingDependencyError('Mounting needs mfusepy: pip install "castore[fuse]"') from error
     except (OSError, AttributeError) as error:
@@ -149,6 +153,16 @@ def load() -> Libfuse:
     # Own handles on the same library: other users of mfusepy do not see the argument types set here.
     name = mfusepy._libfuse._name
     return _declare(ctypes.CDLL(name), ctypes.PyDLL(name), mfusepy)
+
+
+def _import_again(name: str) -> Any:
+    """A module of one's own, beside the one that others have imported."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, "the module has just been imported"
+    assert spec.loader is not None, "the module is a file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _declare(waiting: ctypes.CDLL, quick: ctypes.PyDLL, mfusepy: Any) -> Libfuse:

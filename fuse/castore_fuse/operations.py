@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 
-from castore.errors import CorruptError, RemoteError
+from castore.errors import CastoreError, CorruptError, RemoteError
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse.handles import Handle, Handles
 from castore_fuse.listing import Listing
@@ -81,7 +81,7 @@ class Operations(LowLevel):
         except CorruptError as error:
             log.warning("%s", error)
             raise OSError(errno.EIO, str(error)) from error
-        except RemoteError as error:
+        except CastoreError as error:
             raise _unread(error) from error
         finally:
             self.lookups.end()
@@ -144,7 +144,7 @@ class Operations(LowLevel):
             # The kernel caches the whole file with this read, so no second read comes.
             try:
                 small = self.view.read_small(file)
-            except (RemoteError, CorruptError) as error:
+            except CastoreError as error:
                 raise _unread(error) from error
             if small is not None:
                 self.view.count_use(file)
@@ -165,7 +165,7 @@ class Operations(LowLevel):
         except FileNotFoundError as error:
             code = errno.EIO if self.view.is_known(file) else errno.ENOENT
             raise OSError(code, "its bytes are gone") from error
-        except (RemoteError, CorruptError) as error:
+        except CastoreError as error:
             raise _unread(error) from error
 
     def _read(self, node: Node, opened: Handle, size: int, offset: int) -> BytesLike | None:
@@ -219,7 +219,7 @@ class Operations(LowLevel):
     def _pages(self, folder: Folder) -> Iterator[Page]:
         try:
             yield from self.view.pages(folder.path)
-        except (RemoteError, CorruptError) as error:
+        except CastoreError as error:
             raise _unread(error) from error
 
     def releasedir(self, node: int, handle: int) -> None:
@@ -280,7 +280,7 @@ class Operations(LowLevel):
         )
 
 
-def _unread(error: RemoteError | CorruptError) -> OSError:
+def _unread(error: CastoreError) -> OSError:
     """The answer to a request whose bytes do not come. The log says why, once a minute for each error."""
     log.error("%s", error)
     return OSError(errno.EIO, str(error))

@@ -32,7 +32,7 @@ from castore.system.temporary import is_running
 from castore_fuse import MountError
 from tests.helpers import agrees_with_disk, flip, in_processes, noise, text
 from tests.mount.conftest import forget_pages, until
-from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy
+from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
 ALWAYS = 100_000
@@ -236,8 +236,19 @@ def test_the_budget_holds_and_keeps_the_names(bucket: Path, tmp_path: Path) -> N
                     assert (root / name).read_bytes() == data, name
                     assert store.totals().stored <= budget
             assert {path.name for path in root.iterdir()} == {name.split("/")[0] for name in CONTENTS}
+            # What was evicted from packs is collected in the background.
+            until(lambda: disk_use(store) < 8 * budget)
         store.gc()
         agrees_with_disk(store)
+
+
+def disk_use(store: Store) -> int:
+    """Bytes of all objects and packs."""
+    found = 0
+    for path in kept_files(store):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
 
 
 def test_gc_may_take_everything_while_readers_read(other: Store) -> None:
@@ -305,6 +316,8 @@ def test_a_bucket_that_lies_gives_an_error_and_never_other_bytes(other: Store, b
         for name, data in CONTENTS.items():
             wrong += fails(partial(_check, root / name, data))
     assert 2 <= wrong <= 12, "only what was damaged is an error: its neighbours are not"
+    until(lambda: other.stat().remotes.reads > 0)
+    assert other.stat().remotes.reads < 100, "good neighbours are not fetched again for each bad one"
 
 
 def _check(path: Path, data: bytes) -> None:
@@ -437,6 +450,35 @@ def test_faults_of_the_network_are_not_felt(team: str, link: Proxy, tmp_path: Pa
         assert read(root) == CONTENTS
 
 
+def test_bytes_that_are_here_are_read_at_once_while_the_network_hangs(
+    team: str, link: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASTORE_REMOTE_TIMEOUT", "90")
+    with node(tmp_path / "two", team) as two:
+        with castore_fuse.mounted(two, remote="team") as root:
+            assert read(root) == CONTENTS
+        # Another daemon, which has nothing in RAM, and nobody to ask.
+        with castore_fuse.mounted(two, remote="team") as root:
+            end_fetcher(two)
+            link.inject(stall(0), ALWAYS)
+            began = time.monotonic()
+            assert read(root) == CONTENTS
+            assert here(root / "large") == int(os.getxattr(root / "large", "user.castore.stored"))
+            assert time.monotonic() - began < 45, "nobody has waited for an answer"
+
+
+def test_credentials_that_are_refused_do_not_stick(
+    team: str, link: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node(tmp_path / "two", team) as two:
+        with monkeypatch.context() as patch:
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+            with pytest.raises(MountError, match="credentials"):
+                _mount(two, remote="team")
+        with castore_fuse.mounted(two, remote="team") as root:
+            assert (root / "one").read_bytes() == b"1"
+
+
 def test_without_a_network_reads_fail_in_time_and_go_on_after_it(
     team: str, link: Proxy, tmp_path: Path
 ) -> None:
@@ -535,6 +577,7 @@ def test_what_cannot_be_mounted_is_told(other: Store, tmp_path: Path) -> None:
         (MountError, "never changes", lambda: _mount(other, remote="team", ref="main@123456", follow=True)),
         (InvalidValueError, "cannot pin", lambda: _mount(other, remote="team", pin=True)),
         (InvalidValueError, "say which remote", lambda: _mount(other, follow=True)),
+        (InvalidValueError, "say which remote", lambda: _mount(other, ref="main")),
         (RemoteMissingError, "no ref 'x'", lambda: other.remote("team").warm(ref="x")),
     ]
     for kind, message, use in cases:
@@ -545,3 +588,16 @@ def test_what_cannot_be_mounted_is_told(other: Store, tmp_path: Path) -> None:
 def _mount(store: Store, **options: object) -> None:
     with castore_fuse.mounted(store, **options):  # type: ignore[arg-type]
         pass
+
+
+def test_a_prefix_without_names_is_told(other: Store, tmp_path: Path) -> None:
+    castore = [sys.executable, "-m", "castore", "--store", os.fspath(other.path)]
+    mountpoint = tmp_path / "mnt"
+    words = [*castore, "mount", os.fspath(mountpoint), "--remote", "team", "--prefix", "nothing"]
+    ran = subprocess.run(words, capture_output=True, text=True)
+    try:
+        assert ran.returncode == 0
+        assert "no name below 'nothing', so the mount is empty" in ran.stderr
+        assert list(mountpoint.iterdir()) == []
+    finally:
+        subprocess.run([*castore, "umount", os.fspath(mountpoint)], check=True)
