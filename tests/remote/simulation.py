@@ -43,7 +43,8 @@ class _Actor:
         self.name = name
         self.turn = threading.Semaphore(0)
         self.is_killed = False
-        # Whether it has read the state of collections, and moves a ref right after that.
+        # Whether it is about to do what it must do soon after a look at the state of collections: to move a ref,
+        # or to delete some keys.
         self.is_hot = False
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(work,))
@@ -132,7 +133,7 @@ class World:
 
     def _let_time_pass(self, waiting: Sequence[_Actor]) -> None:
         self.now += 1
-        # A push acts at once upon a state that it has read; else any time may pass.
+        # Pushes and collectors act soon upon a state that they have read; else any time may pass.
         if self.chance.random() < 0.08 and not any(actor.is_hot for actor in waiting):
             self.now += self.chance.choice([self.grace / 3, self.grace, 2 * self.grace])
 
@@ -144,7 +145,7 @@ class World:
         if actor.is_killed:
             raise Killed
         self.trace.append(f"{actor.name}: {call}")
-        actor.is_hot = call == f"get {STATE}" or call.startswith(f"write {REFS}")
+        actor.is_hot = call.startswith((f"get {STATE}", f"write {REFS}", "delete "))
         self._back.release()
         actor.turn.acquire()
         if actor.is_killed:
