@@ -132,7 +132,7 @@ class _Relay:
                     task.cancel()
 
     async def _delay(self, client: socket.socket, late: _Late, ready: float) -> None:
-        """Note when each piece of the requests is to reach the server, but not before the handshake is done."""
+        """Note when each piece of the requests is to reach the server: never before the handshake is done."""
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(client, _PIECE):
             await self.up.carry(len(data))
