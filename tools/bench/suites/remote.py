@@ -118,7 +118,7 @@ class Node(AbstractContextManager["Node"]):
 
 
 def _many_files(bench: Bench, storage: Storage) -> Iterator[Row]:
-    files, part = bench.size(100_000, 5000), bench.size(2000, 200)
+    files, part = bench.size(100_000, 5000), bench.size(1000, 200)
     folder = bench.work / "files"
     names = corpus.small_files(folder, files, 2000)
     numbers = count()
@@ -291,7 +291,7 @@ def _names(bench: Bench, storage: Storage) -> Iterator[Row]:
 
 
 def _large_file(bench: Bench, storage: Storage) -> Iterator[Row | Study]:
-    size, pieces = bench.size(512, 64) * _MB, bench.size(800, 200)
+    size, pieces = bench.size(512, 64) * _MB, bench.size(400, 200)
     [path] = texts.shards(bench.work / "text", 1, size)
     name = path.name
     storage.link.shape(0)
