@@ -5,8 +5,9 @@
 # usage: tools/setup.sh demo|test|torture|bench|strangers|docs
 #
 # `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
-# tested with, and those that run in processes of their own bring much along (litdata, mosaicml-streaming, ratarmount) or need
-# a NumPy older than castore's (stocaching). `strangers` makes one of its own too: for what the strangers' suites import.
+# tested with, and those that run in processes of their own bring much along (litdata, mosaicml-streaming, ratarmount)
+# or need a NumPy older than castore's (stocaching). `strangers` makes one of its own too: for what the strangers'
+# suites import.
 # `docs` makes one without castore and without torch: the site is built from the sources.
 #
 # PYTHON=python3.12 chooses the interpreter; every interpreter but python3 has environments of its own: `.venv-3.12`.
