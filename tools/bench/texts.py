@@ -7,6 +7,7 @@ window. Never fetches anything.
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -81,6 +82,21 @@ def saved(folder: Path, size: int) -> Path:
         made.save_to_disk(Path(scratch, "saved"), num_shards=1)
         Path(scratch, "saved").rename(target)
     return target
+
+
+def shards(folder: Path, count: int, size: int) -> list[Path]:
+    """JSON Lines of documents in `count` files of `size` bytes each."""
+    folder.mkdir(parents=True)
+    # With a number in each line no two shards are the same, also where the documents are repeated.
+    rows = enumerate(documents(2 * count * size))
+    lines = (json.dumps({"id": number, **row}).encode() + b"\n" for number, row in rows)
+    paths = [folder / f"{number:03}.jsonl" for number in range(count)]
+    for path in paths:
+        with path.open("wb") as file:
+            while file.tell() < size:
+                file.write(next(lines))
+            file.truncate(size)
+    return paths
 
 
 def copy(source: Path, target: Path) -> Path:

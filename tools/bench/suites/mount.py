@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ import castore
 from tools.bench import corpus
 from tools.bench.harness import Bench, Contestant, Goal, Row, Unit, gigabytes_per_second, per_second
 from tools.bench.peers import Mount, no_kernel_squashfs, no_ratarmount, squashfs, tar
+from tools.bench.reads import READERS, random_places, read_at_random, read_through
 
 TITLE = "Files through a mount"
 ABOUT = (
@@ -34,8 +34,6 @@ ABOUT = (
     "each. The names are those of small files, 1000 to a folder; `find` and `ls -lR` run as programs of "
     "their own."
 )
-CHUNK = 2**20
-PIECE, READERS = 65_536, 4
 KERNEL = "kernel's squashfs, zstd"
 FUSED = "squashfuse_ll, zstd"
 TAR, TAR_ZST = "ratarmount, tar", "ratarmount, tar.zst"
@@ -55,7 +53,7 @@ def rows(bench: Bench) -> Iterator[Row]:
             _read_each(root, names)
 
         def read_large(root: Path) -> None:
-            _read_through(root / "large.tar", size)
+            read_through(root / "large.tar", size)
 
         def open_small(root: Path) -> None:
             _open_each(root, names)
@@ -72,9 +70,13 @@ def rows(bench: Bench) -> Iterator[Row]:
         yield _row(f"cold, {whole}", large, read_large, places, whole_row, goals, cold=True)
         pieces = bench.size(2000, 200)
         random_row = f"cold, {pieces} random reads of 64 KB, {READERS} readers"
-        work = partial(_read_at_random, pieces=_places_to_read(size, pieces))
+        scattered = random_places(size, pieces)
+
+        def read_pieces(root: Path) -> None:
+            read_at_random(root / "large.tar", scattered)
+
         unit, goals = per_second(pieces, "reads/s"), [Goal("castore", 1.5, FUSED)]
-        yield _row(random_row, unit, work, places, chosen, goals, cold=True)
+        yield _row(random_row, unit, read_pieces, places, chosen, goals, cold=True)
     yield from _name_rows(bench)
 
 
@@ -206,34 +208,6 @@ def _open_each(root: Path, names: list[str]) -> None:
         with open(f"{root}/{name}", "rb") as file:
             if len(file.read()) != 20_000:
                 raise RuntimeError(f"{root}/{name} came short")
-
-
-def _read_through(path: Path, size: int) -> None:
-    buffer, left = bytearray(CHUNK), size
-    with path.open("rb", buffering=0) as file:
-        while got := file.readinto(buffer):
-            left -= got
-    if left:
-        raise RuntimeError(f"{path} is {left} bytes short")
-
-
-def _places_to_read(size: int, pieces: int) -> list[list[int]]:
-    """Offsets for each reader, all different."""
-    offsets = random.Random(corpus.SEED).sample(range(size // PIECE), pieces)
-    return [[number * PIECE for number in offsets[reader::READERS]] for reader in range(READERS)]
-
-
-def _read_at_random(root: Path, pieces: list[list[int]]) -> None:
-    with ThreadPoolExecutor(READERS) as pool:
-        for done in [pool.submit(_read_pieces, root / "large.tar", offsets) for offsets in pieces]:
-            done.result()
-
-
-def _read_pieces(path: Path, offsets: list[int]) -> None:
-    with path.open("rb", buffering=0) as file:
-        for offset in offsets:
-            if len(os.pread(file.fileno(), PIECE, offset)) != PIECE:
-                raise RuntimeError(f"{path} came short at {offset}")
 
 
 def _run_scan(command: list[str], count: int, root: Path) -> None:

@@ -14,7 +14,7 @@ from tools.bench import corpus, tracing
 from tools.bench.harness import Bench, Study, drop_caches
 from tools.bench.operations import OPERATIONS
 from tools.bench.peers import Mount, squashfs
-from tools.bench.suites.mount import PIECE
+from tools.bench.reads import PIECE
 
 TITLE = "What an operation costs"
 ABOUT = (
