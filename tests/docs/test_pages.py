@@ -97,10 +97,12 @@ def test_every_page_stands_in_an_index() -> None:
         missing = [page.name for page in folder.glob("*.md") if f"]({page.name})" not in index]
         assert missing == ["index.md"]
     suites = {path.stem for path in (ROOT / "tools" / "bench" / "suites").glob("[a-z]*.py")}
-    listed = set(
-        re.findall(r"^\| \[(\w+)\]\(benchmarks/\1\.md\)", (ROOT / "docs/benchmarks.md").read_text(), re.M)
-    )
-    assert suites == listed
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    linked = set(re.findall(r"^\| \[(\w+)\]\(benchmarks/\1\.md\)", page, re.M))
+    # A suite that has not been run on a quiet machine yet has no page to link to.
+    unlinked = set(re.findall(r"^\| (\w+) \| (?!goal)", page, re.M)) & suites
+    assert suites == linked | unlinked
+    assert {path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.md")}.isdisjoint(unlinked)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identify)
