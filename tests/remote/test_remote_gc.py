@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from castore.remote.collection_state import DELETING, IDLE, STATE, Guard, read_s
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from tests.helpers import flip, noise
+from tests.mount.conftest import until
 from tests.remote.conftest import MakeNode
 from tests.remote.servers import Place, environment
 
@@ -33,7 +35,16 @@ def age(bucket: Path, seconds: float) -> None:
             os.utime(path, (before, before))
 
 
+def clock(bucket: Bucket) -> float:
+    """The storage's clock, which may have whole seconds."""
+    bucket.put("probe/clock", b"")
+    return next(one.modified for one in bucket.listing("probe/"))
+
+
 def run(bucket: Bucket, store: Store, *, keep: int | None = 1, grace: float = DAY) -> RemoteCollected:
+    if grace == 0:  # else what was written a moment ago could be younger than that
+        began = time.time()
+        until(lambda: clock(bucket) > began)
     with ThreadPoolExecutor(4) as pool:
         pages = PageCache(store.path, bucket, pool, (0o700, 0o600))
         return collect(bucket, pages, keep_commits=keep, grace=grace, dry_run=False)
