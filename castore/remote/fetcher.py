@@ -33,7 +33,7 @@ from castore.errors import (
 )
 from castore.gc import collect
 from castore.parts import Parts
-from castore.records import LOST, EntrySpec
+from castore.records import DIGEST_SIZE, LOST, EntrySpec
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Patience
 from castore.remote.fetch import BlobFetcher
@@ -182,7 +182,6 @@ class Fetcher:
     def ref(self, remote: str, ref: str, start: str | None) -> tuple[bytes, bytes, float]:
         """The commit that ``REF`` or ``REF@COMMIT`` means: its digest, its tree, and its time."""
         source = self._source(remote)
-
         digest = source.require(find_commit, source.bucket, ref, start)
         commit = source.require(commits.read_commit, source.bucket, digest)
         return digest, commit.tree, commit.time
@@ -228,7 +227,10 @@ class Fetcher:
             first: how many are waited for.
         """
         source = self._source(remote)
-        named = {part.name(digest): part for part in (Part(*fields) for fields in parts)}
+        wanted = [Part(*fields) for fields in parts]
+        if len(digest) != DIGEST_SIZE or not all(part.is_sound for part in wanted):
+            raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {digest.hex()}")
+        named = {part.name(digest): part for part in wanted}
         found = self._parts.index.find_many(list(named))
         missing = [name for name in named if name not in found or found[name].blob.pack == LOST]
 
@@ -458,4 +460,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # A thread that waits for a storage would keep the process, and its lock from the next one.
+    os._exit(main())

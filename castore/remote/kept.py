@@ -20,6 +20,8 @@ from castore.remote.pages import FRAME, Place
 WHOLE_LIMIT = 4 << 20
 #: A part ends with the first frame that brings it to this many stored bytes, or to this many frames.
 PART_BYTES, PART_FRAMES = 1 << 20, 64
+#: Bytes that no part has: a stored frame is hardly longer than its content.
+LARGEST_PART = 2 * PART_BYTES
 
 
 def blob_name(digest: bytes) -> str:
@@ -40,6 +42,12 @@ class Part(NamedTuple):
     end: int
     first: int
     frames: bytes
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can be a part of any object, however its tree lies."""
+        size = sum(length for length, _ in FRAME.iter_unpack(self.frames))
+        return self.start >= 0 and 0 < size <= LARGEST_PART and size == self.end - self.start
 
     def name(self, digest: bytes) -> str:
         """The name under which the part of an object of that digest is kept."""

@@ -24,9 +24,10 @@ import pytest
 
 import castore_fuse
 from castore import Store
-from castore.errors import InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
+from castore.errors import CorruptError, InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.messages import SOCKET
+from castore.remote.pages import FRAME
 from castore.system.local_sockets import address
 from castore.system.temporary import is_running
 from castore_fuse import MountError
@@ -405,8 +406,18 @@ def test_the_fetcher_survives_nonsense(other: Store) -> None:
     for call, fields in nonsense_calls.items():
         with pytest.raises(RemoteError, match="fetcher"):
             client.call(call, **fields)
+    frame = FRAME.pack(1 << 31, bytes(16))
+    for digest, part in [
+        (bytes(32), (0, 1 << 31, 0, frame)),  # more than anybody has memory for
+        (bytes(32), (0, 100, 0, frame)),
+        (bytes(32), (-5, 100, 0, frame)),
+        (b"short", (0, 100, 0, FRAME.pack(100, bytes(16)))),
+    ]:
+        with pytest.raises(CorruptError, match="frames that cannot be"):
+            client.call("parts", remote="team", digest=digest, parts=[part], first=1)
     assert client.call("ref", remote="team", ref="main", start=None)[2] > 0
     assert fetchers(other) == [pid]
+    assert other.totals().entries == 0
 
 
 def test_a_request_by_a_fork_of_a_process_that_has_asked_is_answered(other: Store) -> None:
