@@ -16,7 +16,7 @@ from castore.names import check_prefix
 
 
 class Fetched(str, Enum):
-    """What comes before it is read."""
+    """The choices of `--prefetch`."""
 
     none = "none"
     open = "open"

@@ -113,7 +113,7 @@ class _Run:
     # Finding
 
     def find(self) -> Found:
-        """What no kept commit needs, and is older than the grace period."""
+        """The keys that are older than the grace period and that no kept commit needs."""
         now = self._now()
         # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
         listed = {
@@ -205,7 +205,7 @@ class _Run:
         )
 
     def _delete(self, state: State, garbage: dict[str, Listed]) -> State:
-        # What names others goes first, so that a run that is killed leaves no commit without its pages.
+        # Commits go before their pages, so that a run that is killed leaves no commit without pages.
         keys = iter(sorted(garbage, key=_order))
         done, total = 0, _size(garbage.values())
         while batch := list(islice(keys, _BATCH)):

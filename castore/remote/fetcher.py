@@ -123,7 +123,7 @@ class _Source:
 
 
 class _Coming:
-    """What is under way, by its key: each thing is fetched once, however many ask for it."""
+    """The fetches under way, by key. Each thing is fetched once, however many readers ask for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 Progress = Callable[[int, int], object]
 
 
-#: What a mount of a remote fetches ahead: nothing, the rest of a file that is read, or everything.
+#: The choices of prefetching for a mount of a remote: nothing, the rest of a file that is read, or all.
 Prefetch = Literal["none", "open", "all"]
 
 

@@ -232,7 +232,7 @@ class RemoteTree:
             row = row or self._row(name, digest)
             if row.place.stored > WHOLE_LIMIT:
                 if self._prefetch == "open":
-                    self._background.submit(self._fetch_ahead, [row])
+                    self._background.submit(self._fetch_ahead, partial(iter, (row,)))
                 return LazyReader(parts, self._fetcher, self._hint, self._remote, row, cache)
             self._fetch(row)
         raise RemoteError(
@@ -286,8 +286,10 @@ class RemoteTree:
 
     def quarantine(self, held: HeldBlob, error: CorruptError) -> bool:
         """See `FileTree`. The remote still has the bytes."""
+        if isinstance(held, LazyReader):  # has set the damaged part aside by itself
+            return False
         self._parts.source.quarantine(held.blob, error)
-        return not isinstance(held, LazyReader)
+        return True
 
     def attributes(self, name: str, digest: bytes) -> dict[str, str]:
         """See `FileTree`."""
@@ -332,16 +334,18 @@ class RemoteTree:
         self._parts.usage.flush_for(seconds)
         self._parts.objects.packs.drop_unlinked()
 
-    def begin(self) -> None:
-        """Start to fetch what is to be there before it is read. Call it once threads may start."""
+    def begin(self, prefix: str) -> None:
+        """Start to fetch all at and below a prefix, if that is asked for. Call once threads may start."""
         if self._prefetch == "all":
-            self._background.submit(self._fetch_ahead, self._trees[0].rows())
+            self._background.submit(self._fetch_ahead, partial(self._trees[0].rows, prefix))
 
-    def _fetch_ahead(self, rows: Iterable[Row]) -> None:
+    def _fetch_ahead(self, find_rows: Callable[[], Iterable[Row]]) -> None:
         try:
-            fetch_ahead(self._fetcher, self._remote, rows, ended=self._ended)
+            fetch_ahead(self._fetcher, self._remote, find_rows(), ended=self._ended)
         except CastoreError as error:
             log.warning("not all is fetched ahead: %s", error)
+        except Exception:  # nobody asks for the result of this work
+            log.exception("fetching ahead has failed")
 
     def warm(self, prefix: str, shard: tuple[int, int], progress: Progress) -> Warmed:
         """See `Remote.warm`."""

@@ -54,7 +54,7 @@ class MountDaemon:
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         session = Session(operations, given.mountpoint, options, given.threads)
         listener = heartbeat = None
-        # What a mount of a remote holds can be fetched again, so gc need not ask it.
+        # A mount of a remote can fetch its bytes again, so gc need not ask it.
         if not (self.store.read_only or given.remote):
             self._registered = RegisteredMount(
                 self.store.parts, str(session.mountpoint), given.prefix, pinned=given.pin
@@ -67,7 +67,7 @@ class MountDaemon:
         """Start the threads. Called once the mount answers."""
         self.follower.start()
         if hasattr(self, "_remote_tree"):
-            self._remote_tree.begin()
+            self._remote_tree.begin(self.view.prefix)
 
     def close(self) -> None:
         """Undo everything that `open` did."""

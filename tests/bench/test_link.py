@@ -1,4 +1,4 @@
-"""The network that the bench puts between clients and a server: it delays, it bounds, it counts, it changes no byte."""
+"""The network between the bench's clients and servers delays, bounds and counts, and changes no byte."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def link(echo: int) -> Iterator[Link]:
 
 
 def send(link: Link, data: bytes) -> tuple[float, float]:
-    """Send bytes over a connection of their own, and check what comes back. When the first came, and the last."""
+    """Send bytes over a new connection, and check the echo; seconds to its first and its last byte."""
     with socket.create_connection(("127.0.0.1", link.port)) as connection:
         start = time.monotonic()
         sending = threading.Thread(target=connection.sendall, args=(data,))

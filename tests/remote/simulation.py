@@ -1,7 +1,7 @@
 """A storage in memory, and actors on it that take turns at each call, in an order of chance.
 
-Actors run the real code of pushes, pulls and collections. Only one runs at a time, and the storage decides after
-each call which one goes on, so a seed always gives the same interleaving. Time is the storage's own.
+Actors run the real code of pushes, pulls and collections. Only one runs at a time, and the storage decides
+after each call which one goes on, so a seed always gives the same interleaving. Time is the storage's own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class _Actor:
         self.name = name
         self.turn = threading.Semaphore(0)
         self.is_killed = False
-        # Whether it is about to do what it must do soon after a look at the state of collections: to move a ref,
-        # or to delete some keys.
+        # Whether it is about to move a ref or to delete keys, which it must do soon after a look at the state.
         self.is_hot = False
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(work,))

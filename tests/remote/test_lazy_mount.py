@@ -237,7 +237,7 @@ def test_the_budget_holds_and_keeps_the_names(bucket: Path, tmp_path: Path) -> N
                     assert (root / name).read_bytes() == data, name
                     assert store.totals().stored <= budget
             assert {path.name for path in root.iterdir()} == {name.split("/")[0] for name in CONTENTS}
-            # What was evicted from packs is collected in the background.
+            # A collection in the background frees the space of evicted bytes in packs.
             until(lambda: disk_use(store) < 8 * budget)
         store.gc()
         agrees_with_disk(store)
@@ -618,3 +618,20 @@ def test_a_prefix_without_names_is_told(other: Store, tmp_path: Path) -> None:
         assert list(mountpoint.iterdir()) == []
     finally:
         subprocess.run([*castore, "umount", os.fspath(mountpoint)], check=True)
+
+
+def test_all_that_is_fetched_ahead_is_what_the_mount_shows(other: Store) -> None:
+    with castore_fuse.mounted(other, remote="team", prefix="small", prefetch="all") as root:
+        until(lambda: all(here(path) for path in root.iterdir()))
+    end_fetcher(other)
+    with castore_fuse.mounted(other, remote="team") as root:
+        # In the order of names these come before all of "small".
+        assert [here(root / name) for name in ("large", "middle", "one")] == [0, 0, 0]
+
+
+def test_the_rest_of_a_file_that_is_read_is_fetched_ahead(other: Store) -> None:
+    with castore_fuse.mounted(other, remote="team", prefetch="open") as root:
+        with open(root / "large", "rb") as file:
+            assert file.read(10) == CONTENTS["large"][:10]
+        until(lambda: here(root / "large") == int(os.getxattr(root / "large", "user.castore.stored")))
+        assert here(root / "text") == 0

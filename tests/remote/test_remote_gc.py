@@ -1,4 +1,4 @@
-"""A remote's garbage goes, after a grace period and nothing else: over a folder, a real server and the command line."""
+"""A remote's garbage goes after a grace period, and nothing else goes."""
 
 from __future__ import annotations
 

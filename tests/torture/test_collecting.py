@@ -93,7 +93,7 @@ def cast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
 
 
 def interleave(cast: Cast, seed: int, patch: pytest.MonkeyPatch) -> World:
-    """One interleaving: pushes to two refs, two collectors, a reader; what the first push brought becomes garbage."""
+    """Run pushes to two refs, collectors and a reader, once objects of an earlier push are garbage."""
     world = World(seed, GRACE)
     for module in (pushing, collection_state, collecting):
         patch.setattr(module, "time", world.clock)
