@@ -71,6 +71,8 @@ _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
 # Seconds for which a remote that gave no answer is not asked again.
 _DOWN_SECONDS = 5.0
 _BACKLOG = 128
+# Seconds for which a new fetcher waits for the end of the one before it.
+_HANDOVER_SECONDS = 1.0
 
 
 def _timeout() -> float:
@@ -369,6 +371,7 @@ class _Server:
         self._lock = threading.Lock()
         self._active = 0
         self._until = time.monotonic() + IDLE_SECONDS
+        self._is_refused = threading.Event()
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with address(path) as short:
@@ -388,6 +391,9 @@ class _Server:
                 if self._is_over():
                     break
                 continue
+            except OSError:  # nobody listens any more: see `_stop_listening`
+                self._is_refused.wait()
+                break
             connection.settimeout(None)
             with self._lock:
                 self._active += 1
@@ -395,6 +401,11 @@ class _Server:
         # A reader that still connects finds the connection closed without an answer, and asks another.
         self._path.unlink(missing_ok=True)
         self._socket.close()
+
+    def _stop_listening(self) -> None:
+        """Have nobody connect any more: whoever asks next may have other credentials in the environment."""
+        self._path.unlink(missing_ok=True)
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def _is_over(self) -> bool:
         with suppress(OSError):
@@ -414,11 +425,14 @@ class _Server:
                     idle = DONE_SECONDS
                     return
                 answer = self._do(request)
-                if "error" in answer and answer["error"]["kind"] == RemoteDeniedError.__name__:
-                    idle = 0.0  # whoever asks next may have other credentials in the environment
+                is_refused = "error" in answer and answer["error"]["kind"] == RemoteDeniedError.__name__
+                if is_refused:
+                    self._stop_listening()
                 with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
                     send(connection, answer)
             self._fetcher.flush()
+            if is_refused:
+                self._is_refused.set()
         finally:
             with self._lock:
                 self._active -= 1
@@ -436,6 +450,18 @@ class _Server:
             return {"error": describe(RemoteError(f"the fetcher failed: {type(error).__name__}: {error}"))}
 
 
+def _lock(lock: int, path: Path) -> bool:
+    """Take the lock; False if a fetcher has it that listens, or that neither begins nor ends."""
+    until = time.monotonic() + _HANDOVER_SECONDS
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if path.exists() or time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+
+
 def main() -> int:
     """Serve, unless the store has a fetcher already. The first process ends as soon as the second runs."""
     store = Path(sys.argv[1])
@@ -445,9 +471,7 @@ def main() -> int:
     parts = open_parts(store, max_size=None, durable=False)
     try:
         lock = open_with_mode(store / LOCK, os.O_RDWR, parts.settings.file_mode)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(lock, store / SOCKET):
             return 0
         fetcher = Fetcher(parts)
         try:
