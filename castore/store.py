@@ -1004,8 +1004,8 @@ class Store:
         with self.index.write() as txn:
             if not places.forget(txn, name):
                 raise InvalidValueError(
-                    f"names of {self.path} have their bytes only in remote {name!r}: delete them, or bring the"
-                    " bytes with `castore pull` without --lazy first"
+                    f"names of {self.path} have their bytes only in remote {name!r}: delete them, or bring"
+                    " the bytes with `castore pull` without --lazy first"
                 )
             Remotes(self.path, self.settings).remove(name)
 
