@@ -52,8 +52,8 @@ ABOUT = (
     "are installed on the machine, which castore keeps compressed (zstd) and the others keep as it is. "
     "Samples are Python source of 20 KB each, which mosaicml-streaming and litdata keep in zstd too, in "
     "chunks of 8 MB (their default is 64 MB, which would be few chunks of this set). Samples are read by two "
-    "workers of a DataLoader in random order: castore's as files of a mount, or, after `pull --lazy`, a batch by "
-    "a `get_many`. The time of the first epoch includes the mount, the lazy pull, or the opening of the "
+    "workers of a DataLoader in random order: castore's as files of a mount, or, after `pull --lazy`, a batch "
+    "by a `get_many`. The time of the first epoch includes the mount, the lazy pull, or the opening of the "
     "streamed dataset, but no imports. All rows begin with the kernel's caches dropped, and pulls and "
     "reads with a store or a cache that has nothing, unless the row says otherwise."
 )
