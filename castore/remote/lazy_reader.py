@@ -27,6 +27,7 @@ from castore.records import AWAY, Blob
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.kept import Division, Part
 from castore.remote.pages import Row, frame_of
+from castore.system.forks import reset_after_fork
 from castore.system.io_errors import AT_FAULT
 from castore.system.ram_cache import MemoryLRU
 
@@ -71,12 +72,16 @@ class LazyReader:
         self._division = Division(row.place)
         self._cache = cache
         self._last: tuple[int, bytes] = (-1, b"")
-        self._lock = threading.Lock()
+        self._after_fork()
+        reset_after_fork(self)
         self._holds = 1
         self._opened: OrderedDict[int, BlobReader] = OrderedDict()
         # The part that a reader in order has come to, how many are fetched ahead of it, and up to which they
         # were asked for.
         self._at, self._window, self._asked = -1, 1, 0
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     # Holding
 

@@ -7,14 +7,11 @@ mounted remote. Nothing here knows names: the index says where a blob is (index/
 from __future__ import annotations
 
 import logging
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from castore.errors import (
-    CastoreError,
     CorruptError,
     NotFoundError,
     RemoteError,
@@ -26,11 +23,11 @@ from castore.index.places import RemotePlace
 from castore.parts import Parts
 from castore.records import Blob
 from castore.remote.fetcher_client import FetcherClient
+from castore.remote.hints import Hints
 from castore.remote.kept import WHOLE_LIMIT, bytes_here
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.pack_window import PackWindow
 from castore.remote.pages import Place, Row
-from castore.system.forks import reset_after_fork
 from castore.system.ram_cache import MemoryLRU
 
 log = logging.getLogger("castore")
@@ -49,13 +46,8 @@ class RemoteOrigin:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._fetcher = FetcherClient(parts.path)
-        self._after_fork()
-        reset_after_fork(self)
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
         self._windows = PackWindow()
-        self._background: ThreadPoolExecutor | None = None
+        self._hints = Hints()
 
     def bring(self, digests: Sequence[bytes]) -> None:
         """See `Origin`."""
@@ -79,7 +71,7 @@ class RemoteOrigin:
         place = self._place(blob.digest)
         if place.stored > WHOLE_LIMIT:
             self._require_writable(place.remote)
-            return LazyReader(self._parts, self._fetcher, self._hint, place.remote, _row(place), cache)
+            return LazyReader(self._parts, self._fetcher, self._hints.give, place.remote, _row(place), cache)
         self.bring([blob.digest])
         return None
 
@@ -118,21 +110,6 @@ class RemoteOrigin:
                 f"bytes that are only in remote {remote!r} cannot be kept: {error};"
                 " read them as a user who may write to the store"
             ) from error
-
-    def _hint(self, work: Callable[[], object]) -> None:
-        """Do some work later that saves time."""
-        with self._lock:
-            if self._background is None:
-                self._background = ThreadPoolExecutor(1, "castore-ahead")
-            background = self._background
-        background.submit(_try, work)
-
-
-def _try(work: Callable[[], object]) -> None:
-    try:
-        work()
-    except CastoreError as error:  # whoever needs it gets the error
-        log.debug("not fetched ahead: %s", error)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+from castore.system.forks import reset_after_fork
+
 # Bytes of a pack that come with the first miss in it, and with a later one at most; packs counted at most.
 _FIRST, _LARGEST, _PACKS = 256 << 10, 8 << 20, 10_000
 
@@ -17,6 +19,10 @@ class PackWindow:
     """Counts misses by pack. Threads may share it."""
 
     def __init__(self) -> None:
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
         self._lock = threading.Lock()
         self._misses: Counter[bytes] = Counter()
 

@@ -33,6 +33,7 @@ from castore.parts import Parts
 from castore.read.file_tree import HeldBlob
 from castore.records import Blob, FileRow, entry_check
 from castore.remote.fetcher_client import FetcherClient
+from castore.remote.hints import Hints
 from castore.remote.kept import WHOLE_LIMIT, blob_name, bytes_here
 from castore.remote.keys import check_ref
 from castore.remote.lazy_reader import LazyReader
@@ -57,8 +58,6 @@ _PAGE_BYTES, _ROW_BYTES = 64 << 20, 900
 _ATTEMPTS = 8
 # Trees of earlier commits that are kept for open files.
 _OLDER = 64
-# Pieces of work under way, or waiting, that save time later.
-_HINTS = 16
 
 
 class NameChange(NamedTuple):
@@ -117,7 +116,7 @@ class RemoteTree:
         self._prefetch = prefetch
         self._ended = threading.Event()
         self._background = ThreadPoolExecutor(1, "castore-ahead")
-        self._hinting = threading.Semaphore(_HINTS)
+        self._hints = Hints()
 
     def _find(self, commit: str | None) -> SeenCommit:
         """The commit to show. Without a network, the newest that this store knows."""
@@ -163,20 +162,9 @@ class RemoteTree:
             if self._decoded.get(digest) is None and not os.path.exists(folder / digest.hex())
         ]
         if missing:
-            self._hint(partial(self._fetcher.call, "pages", remote=self._remote, pages=missing, first=0))
-
-    def _hint(self, work: Callable[[], object]) -> None:
-        """Do some work in the background that saves time later. It is dropped if there is much of it."""
-        if self._hinting.acquire(blocking=False):
-            threading.Thread(target=self._run_hint, args=(work,), name="castore-hint", daemon=True).start()
-
-    def _run_hint(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except CastoreError as error:  # whoever needs it gets the error
-            log.debug("not fetched ahead: %s", error)
-        finally:
-            self._hinting.release()
+            self._hints.give(
+                partial(self._fetcher.call, "pages", remote=self._remote, pages=missing, first=0)
+            )
 
     # Names
 
@@ -257,7 +245,7 @@ class RemoteTree:
             if row.place.stored > WHOLE_LIMIT:
                 if self._prefetch == "open":
                     self._background.submit(self._fetch_ahead, partial(iter, (row,)))
-                return LazyReader(parts, self._fetcher, self._hint, self._remote, row, cache)
+                return LazyReader(parts, self._fetcher, self._hints.give, self._remote, row, cache)
             self._fetch(row)
         raise RemoteError(
             f"{name!r} is dropped as fast as it is fetched: the budget of {parts.path} is too small for what"
