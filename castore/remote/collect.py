@@ -23,6 +23,7 @@ from castore.remote.collection_state import (
     FOLDER,
     FRESH_SECONDS,
     IDLE,
+    STATE,
     State,
     list_key,
     read_list,
@@ -194,13 +195,25 @@ class _Run:
         state = self._delete(state, garbage)
         self._move(state, phase=IDLE, lists=0)
         self._bucket.delete([list_key(state, number) for number in range(state.lists)])
-        self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
+        self._remove_left(now - ABANDONED_SECONDS)
         return len(garbage), _size(garbage.values())
+
+    def _remove_left(self, before: float) -> None:
+        """Remove lists and clocks that killed collectors have left.
+
+        Call when this run has changed the state after ``before``: a list that is older was made by a
+        collector that has read an older state, so that collector cannot publish the list any more.
+        """
+        self._bucket.delete(
+            one.key
+            for one in list(self._bucket.listing(FOLDER))
+            if one.modified < before and not one.key.startswith(STATE)
+        )
 
     def _changed(self) -> float:
         """When the state was last written, by the storage's clock."""
         return max(
-            (one.modified for one in self._bucket.listing(FOLDER) if one.key.startswith(f"{FOLDER}state")),
+            (one.modified for one in self._bucket.listing(FOLDER) if one.key.startswith(STATE)),
             default=0.0,
         )
 
@@ -233,6 +246,7 @@ class _Run:
             listed = (one for folder in _SWEPT for one in self._bucket.listing(folder))
             return len(keys), _size(one for one in listed if one.key in keys), state.time + self._grace
         found = self.find()
+        self._bucket.remove_unfinished(found.now - max(self._grace, ABANDONED_SECONDS))
         if not found.garbage:
             return 0, 0, None
         new = State(

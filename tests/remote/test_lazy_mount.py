@@ -29,10 +29,10 @@ from castore.remote.fetcher_client import FetcherClient
 from castore.remote.messages import SOCKET
 from castore.remote.pages import FRAME
 from castore.system.local_sockets import address
-from castore.system.temporary import is_running
 from castore_fuse import MountError
 from tests.helpers import agrees_with_disk, flip, in_processes, noise, text
 from tests.mount.conftest import forget_pages, until
+from tests.remote.fetchers import end_fetcher, fetchers
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
@@ -85,24 +85,6 @@ def other(bucket: Path, tmp_path: Path) -> Iterator[Store]:
     """A node that has nothing yet."""
     with node(tmp_path / "other", bucket.as_uri()) as store:
         yield store
-
-
-def fetchers(store: Store) -> list[int]:
-    """The processes that fetch for a store."""
-    words = b"castore.remote.fetcher\0" + os.fsencode(store.path) + b"\0"
-    found = []
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit() and words in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
-def end_fetcher(store: Store) -> None:
-    for pid in fetchers(store):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
 
 
 def read(root: Path) -> dict[str, bytes]:
