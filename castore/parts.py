@@ -19,6 +19,7 @@ from castore.index.database import Index
 from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
+from castore.read.origin import Origin
 from castore.read.source import BlobSource
 from castore.read.usage import Usage
 from castore.settings import Settings
@@ -128,6 +129,7 @@ def open_parts(
     store_settings: Settings,
     ballast: Ballast,
     make_room: Callable[[Parts, int], None],
+    find_origin: Callable[[Parts], Origin],
     *,
     read_only: bool,
     memory: int,
@@ -140,6 +142,7 @@ def open_parts(
         store_settings: from `open_folder`.
         ballast: of the store.
         make_room: called with the bytes that a put needs, when the put would pass the budget.
+        find_origin: makes the origin of blobs whose bytes are only in a remote.
         read_only: from `open_folder`.
         memory: bound on the RAM tier in bytes.
         durable: a put that has returned survives a power cut.
@@ -148,7 +151,7 @@ def open_parts(
         StoreError: the store is damaged or not accessible.
     """
     return ballast.relieve(
-        partial(_connect, path, store_settings, ballast, make_room, read_only, memory, durable)
+        partial(_connect, path, store_settings, ballast, make_room, find_origin, read_only, memory, durable)
     )
 
 
@@ -157,6 +160,7 @@ def _connect(
     store_settings: Settings,
     ballast: Ballast,
     make_room: Callable[[Parts, int], None],
+    find_origin: Callable[[Parts], Origin],
     read_only: bool,
     memory: int,
     durable: bool,
@@ -189,7 +193,7 @@ def _connect(
         index,
         objects,
         usage,
-        BlobSource(index, objects, beacon, usage, memory),
+        BlobSource(index, objects, beacon, usage, memory, lambda: find_origin(parts)),
         BlobWriter(index, objects, store_settings.max_size, lambda need: make_room(parts, need)),
         Prefixes(objects.dictionaries, path / "tmp", beacon, mode),
         ballast,

@@ -14,6 +14,8 @@ import xxhash
 LOOSE = 0
 #: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.
 LOST = -1
+#: `Blob.pack` of a blob whose bytes are only in a remote, and come when they are read (index/places.py).
+AWAY = -2
 #: Bytes of a record's head, which a blob takes in a pack besides its payload (objects/packs.py).
 HEAD_SIZE = 64
 #: Bytes of a digest.
@@ -38,9 +40,10 @@ class Blob(NamedTuple):
     Attributes:
         digest: BLAKE3-256 of the uncompressed bytes, 32 raw bytes.
         size: uncompressed length in bytes.
-        stored: length in bytes as stored, seek table included, pack record header excluded.
+        stored: length in bytes as stored, seek table included, pack record header excluded; 0 if no bytes are
+            here.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
-        pack: id of the pack that holds it, `LOOSE`, or `LOST`.
+        pack: id of the pack that holds it, `LOOSE`, `LOST` or `AWAY`.
         offset: of its payload in the pack; 0 if it is loose.
     """
 
@@ -51,6 +54,11 @@ class Blob(NamedTuple):
     pack: int
     offset: int
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its bytes are in the store, as far as the index knows."""
+        return self.pack >= LOOSE
+
 
 class Entry(NamedTuple):
     """A name, its blob and its attributes, as `Store.put` returns it and `Store.entries` lists it.
@@ -59,7 +67,8 @@ class Entry(NamedTuple):
         name: relative POSIX path.
         digest: BLAKE3-256 of the bytes, 64 hex characters.
         size: uncompressed length in bytes.
-        stored: bytes on disk of the blob (shared by all names of the same blob).
+        stored: bytes on disk of the blob (shared by all names of the same blob); 0 while they are only in a
+            remote.
         codec: how the blob is compressed: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
         created: when the name was last pointed at a new blob, seconds since the epoch.
         expires: when the entry stops existing, seconds since the epoch, or None for never.
@@ -67,6 +76,7 @@ class Entry(NamedTuple):
         serializer: how `Store.load` turns the bytes into an object; ``"bytes"`` for plain puts.
         metadata: the user's JSON-like metadata.
         pinned: whether gc keeps the entry in any case.
+        away: whether the bytes are only in a remote, or parts of them in the store at most.
     """
 
     name: str
@@ -80,6 +90,7 @@ class Entry(NamedTuple):
     serializer: str
     metadata: dict[str, Any]
     pinned: bool
+    away: bool = False
 
 
 class Found(NamedTuple):

@@ -6,8 +6,9 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from castore.errors import CorruptError
-from castore.index import figures, mounts
+from castore.index import figures, mounts, places
 from castore.index.figures import PrefixSize
+from castore.index.places import AwayBlobs
 from castore.read.usage import REMOTE_COUNTERS
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Stat(NamedTuple):
         mounts: mountpoints of live mounts.
         dictionaries: the dictionaries of prefixes.
         remotes: requests to remotes so far.
+        away: blobs whose bytes are only in remotes.
     """
 
     path: str
@@ -101,6 +103,7 @@ class Stat(NamedTuple):
     mounts: list[str]
     dictionaries: list[PrefixDictionary]
     remotes: RemoteUse
+    away: AwayBlobs
 
     @property
     def dedupe_ratio(self) -> float:
@@ -109,8 +112,8 @@ class Stat(NamedTuple):
 
     @property
     def compression_ratio(self) -> float:
-        """``unique`` divided by ``stored``."""
-        return self.unique / self.stored if self.stored else 1.0
+        """Bytes of the blobs that are here, divided by ``stored``."""
+        return (self.unique - self.away.size) / self.stored if self.stored else 1.0
 
     @property
     def hit_rate(self) -> float:
@@ -146,6 +149,7 @@ def measure(parts: Parts) -> Stat:
         mounts=[mount.mountpoint for mount in mounts.list_live(index)],
         dictionaries=_dictionaries(parts),
         remotes=_remotes(counters),
+        away=places.count_away(index),
     )
 
 

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from castore import stats, training
 from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
 from castore.gc import collect
-from castore.index import mounts
+from castore.index import mounts, places
 from castore.index.transaction import Write
 from castore.names import check_name, check_prefix
 from castore.objects.codecs import Buffer
-from castore.objects.decode import BlobReader
-from castore.parts import open_folder, open_parts, share_frames
+from castore.parts import Parts, open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
 from castore.read.open_blob import OpenBlob
+from castore.read.origin import BlobAccess, Origin
 from castore.read.source import ATTEMPTS
 from castore.read.tree_reader import TreeReader
-from castore.records import LOST, Blob, Entry, Found, Mount, Totals
+from castore.records import AWAY, LOST, Blob, Entry, Found, Mount, Totals
 from castore.repair import verify
 from castore.serialize import serializers
 from castore.settings import default_path
@@ -59,6 +59,12 @@ DEFAULT_MEMORY = 128_000_000
 _BATCH = 2000
 #: The same where the disk has no room for a long log.
 _SMALL_BATCH = 50
+
+
+def _find_origin(parts: Parts) -> Origin:
+    from castore.remote.origin import RemoteOrigin  # stores without remotes need none of it
+
+    return RemoteOrigin(parts)
 
 
 class Store:
@@ -132,6 +138,7 @@ class Store:
             self.settings,
             self._ballast,
             collect.make_room,
+            _find_origin,
             read_only=self.read_only,
             memory=parse_size(memory),
             durable=durable,
@@ -456,7 +463,7 @@ class Store:
         self._usage.flush_if_due()
         return open_blob(reader.share(self.source.shared), name, self.source.quarantine)
 
-    def _open(self, name: str, blob: Blob) -> BlobReader:
+    def _open(self, name: str, blob: Blob) -> BlobAccess:
         gone: FileNotFoundError | None = None
         for _ in range(ATTEMPTS):
             if blob.pack == LOST:
@@ -465,6 +472,8 @@ class Store:
                 return self.source.open(blob)
             except FileNotFoundError as error:
                 gone = error
+            if blob.pack == AWAY:
+                break
             blob = self._blob(name)  # the name has other bytes by now, and gc removed the former ones
         raise self._not_found(name) from gone
 
@@ -503,11 +512,12 @@ class Store:
         """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
 
         Raises:
-            NotFoundError: the bytes were found damaged or missing.
+            NotFoundError: the bytes were found damaged or missing, or are only in a remote.
         """
-        if blob.pack == LOST:
+        if not blob.is_here:
             raise NotFoundError(
-                f"the bytes of blob {blob.digest.hex()} in {self.path} are damaged or missing"
+                f"the bytes of blob {blob.digest.hex()} are not in {self.path}: they are damaged, missing, or"
+                " only in a remote; `castore stat` with the digest tells which"
             )
         return self.objects.path(blob)
 
@@ -986,10 +996,16 @@ class Store:
 
         Raises:
             NotFoundError: there is none of this name.
+            InvalidValueError: bytes of names of this store are there, and not here.
         """
         from castore.remote.remotes import Remotes
 
         self.require_writable()
+        if places.is_needed(self.index, name):
+            raise InvalidValueError(
+                f"names of {self.path} have their bytes only in remote {name!r}: delete them, or bring the"
+                " bytes with `castore pull` without --lazy first"
+            )
         Remotes(self.path, self.settings).remove(name)
 
     def push(self, prefix: str = "", *, to: str, **options: Any) -> Pushed:

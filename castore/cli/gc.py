@@ -53,7 +53,7 @@ def gc(
 
 
 def _lines(plan: Plan | Collected) -> Iterator[str]:
-    if plan.expired or plan.evicted or plan.blobs:
+    if plan.expired or plan.evicted or plan.blobs or plan.away:
         yield _sum(plan)
     else:
         yield f"nothing to remove: {format_size(plan.stored)} stored"
@@ -79,6 +79,8 @@ def _details(plan: Plan | Collected) -> Iterator[str]:
         if items:
             yield f"{what}: {len(items):,}"
             yield from (f"  {item}" for item in abbreviate(items))
+    if plan.away:
+        yield f"kept by name, with bytes only in remotes: {plural(plan.away, 'blob')}"
     if plan.packs:
         yield f"packs {'to compact' if isinstance(plan, Plan) else 'compacted'}: {len(plan.packs):,}"
     if plan.waiting:

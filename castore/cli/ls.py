@@ -62,9 +62,10 @@ def _json(entry: Entry) -> str:
 
 def _long(entry: Entry) -> str:
     now = time.time()
+    stored = "away" if entry.away else format_size(entry.stored)
     expires = "" if entry.expires is None else format_duration(max(0, entry.expires - now))
     return (
-        f"{format_size(entry.size):>9} {format_size(entry.stored):>9}  {entry.codec:<5}"
+        f"{format_size(entry.size):>9} {stored:>9}  {entry.codec:<5}"
         f" {format_duration(max(0, round(now - entry.created))):>8} {expires:>10}"
         f"  {'pin' if entry.pinned else '   '}  {entry.name}\n"
     )

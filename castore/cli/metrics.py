@@ -44,6 +44,8 @@ def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
     yield "corrupt_total", "counter", "Blobs that were found damaged or missing.", {"": stat.corrupt}
     yield "evictions_total", "counter", "Entries that gc removed.", {"": stat.evictions}
     yield "mounts", "gauge", "Live mounts.", {"": len(stat.mounts)}
+    yield "away_blobs", "gauge", "Blobs whose bytes are only in remotes.", {"": stat.away.blobs}
+    yield "away_bytes", "gauge", "Their bytes as stored in the remotes.", {"": stat.away.stored}
     remotes = stat.remotes
     requests = {
         ',kind="read"': remotes.reads,

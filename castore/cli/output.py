@@ -169,24 +169,29 @@ def progress(what: str, total: int | None, *, wanted: bool = True) -> Iterator[C
 
 
 @contextmanager
-def growing_progress(what: str) -> Iterator[Callable[[int, int], object] | None]:
+def growing_progress(what: str, *, counts: bool = False) -> Iterator[Callable[[int, int], object] | None]:
     """`progress` for work whose total is found while it is done.
 
     Yields the function to call with all bytes done so far and the total so far, or None if nothing is drawn.
+
+    Args:
+        what: the words before the bar.
+        counts: things are counted, and not bytes.
     """
     if not sys.stderr.isatty():
         yield None
         return
-    with _bar() as bar:
+    with _bar(counts=counts) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bar() -> Progress:
+def _bar(*, counts: bool = False) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
@@ -196,8 +201,7 @@ def _bar() -> Progress:
     columns: tuple[Any, ...] = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *([MofNCompleteColumn()] if counts else [DownloadColumn(), TransferSpeedColumn()]),
         TimeRemainingColumn(),
         TextColumn("left"),
     )

@@ -45,12 +45,14 @@ def pull(
     replace: Annotated[
         bool, typer.Option("--replace", help="Take the ref's bytes for names that changed here, too.")
     ] = False,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Names alone: bytes come when they are read.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring the names of a ref into the store. Only bytes that the store lacks travel, and each is checked.
 
     \b
     castore pull main --from team
+    castore pull main --from team --lazy
     castore pull main@1a2b3c4d --from team --prefix imagenet --as old
     """
     check_prefix(prefix)
@@ -59,9 +61,9 @@ def pull(
     advice = "--replace takes the ref's bytes, and --as FOLDER brings its names in beside yours"
     with open_store(context) as store, conflicts_reported(name, advice, as_json=as_json):
         remote = find_remote(store, source, "--from")
-        with growing_progress("pulling") as progress:
+        with growing_progress("naming" if lazy else "pulling", counts=lazy) as progress:
             pulled = remote.pull(
-                name, commit=commit, prefix=prefix, below=below, replace=replace, progress=progress
+                name, commit=commit, prefix=prefix, below=below, replace=replace, lazy=lazy, progress=progress
             )
     if as_json:
         print_json({"remote": remote.name, **pulled._asdict()})
@@ -69,6 +71,9 @@ def pull(
     at = short(name, pulled.commit)
     changes = count_changes(new=pulled.added, changed=pulled.changed)
     if changes:
-        typer.echo(f"pulled {changes} from {at}: {format_size(pulled.fetched)} fetched")
+        fetched = "their bytes come when they are read" if lazy else f"{format_size(pulled.fetched)} fetched"
+        typer.echo(f"pulled {changes} from {at}: {fetched}")
+    elif pulled.fetched:
+        typer.echo(f"pulled bytes of names that were here, from {at}: {format_size(pulled.fetched)} fetched")
     else:
         typer.echo(f"nothing to pull: {at} has nothing that the store lacks")

@@ -58,6 +58,7 @@ def _figures(store: Store) -> dict[str, Any]:
     figures["next_expiries"] = [{"name": name, "expires": when} for name, when in found.next_expiries]
     figures["prefixes"] = None if found.prefixes is None else [prefix._asdict() for prefix in found.prefixes]
     figures["remotes"] = found.remotes._asdict()
+    figures["away"] = found.away._asdict()
     figures["dictionaries"] = [dictionary._asdict() for dictionary in found.dictionaries]
     ratios = {
         "dedupe_ratio": found.dedupe_ratio,
@@ -93,7 +94,7 @@ def _format_value(key: str, value: Any) -> str:
         return f"{format_size(value)} ({value:,} bytes)" if value >= 1000 else format_size(value)
     if key in ("created", "accessed", "expires"):
         return "never" if value is None else _format_time(value)
-    if key == "pinned":
+    if key in ("pinned", "away"):
         return "yes" if value else "no"
     if key == "metadata":
         return ", ".join(f"{name}={_format_content(content)}" for name, content in value.items())

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from castore.cli.output import console
+from castore.cli.output import console, plural
 from castore.settings import Settings
 from castore.stats import RemoteUse, Stat
 from castore.units import format_duration, format_size
@@ -48,6 +48,7 @@ def _sections(stat: Stat, settings: Settings) -> Iterator[_Section]:
         ("stored", _size(stat.stored, f"compressed: {_smaller(stat.compression_ratio)}{_saved(stat)}")),
         ("budget", _budget(stat)),
     ]
+    yield _away(stat)
     yield _use(stat)
     yield _expiries(stat)
     yield _prefixes(stat)
@@ -58,6 +59,14 @@ def _sections(stat: Stat, settings: Settings) -> Iterator[_Section]:
         *_labelled("mounted", [Text(path) for path in stat.mounts]),
         ("new entries", Text(f"codec {codec}; {ttl}")),
     ]
+
+
+def _away(stat: Stat) -> _Section:
+    away = stat.away
+    if not away.blobs:
+        return []
+    words = f"as stored there, in {plural(away.blobs, 'blob')} that come when they are read"
+    return [("in remotes", _size(away.stored, words))]
 
 
 def _holds(stat: Stat) -> Text:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from castore.errors import FullError
 from castore.gc import compaction, leftovers
 from castore.gc.mount_barrier import MountBarrier
-from castore.index import deferred_refs, eviction, mounts
+from castore.index import deferred_refs, eviction, mounts, places
 from castore.index.database import CLOCK_SLACK, Index
 from castore.index.eviction import Candidate, Orphan
 from castore.index.lock_yield import LockYield
@@ -61,12 +61,16 @@ class Selection(NamedTuple):
     Attributes:
         expired, evicted: entries.
         blobs: digest, stored bytes and pack of each blob that no entry names once those entries are removed.
+        away: the same of each blob whose names stay without its bytes, since a remote has them.
+        away_names: the names of these blobs by digest, and their last accesses.
         waiting: bytes of orphaned blobs that the grace period keeps.
     """
 
     expired: list[Candidate]
     evicted: list[Candidate]
     blobs: list[tuple[bytes, int, int]]
+    away: list[tuple[bytes, int, int]]
+    away_names: dict[bytes, dict[str, float]]
     waiting: int
 
 
@@ -75,8 +79,9 @@ class Plan(NamedTuple):
 
     Attributes:
         expired, evicted: names of the entries to remove.
+        away: the number of blobs whose names stay without the bytes, since a remote has these.
         blobs: the number of blobs to remove.
-        freed: bytes of those blobs.
+        freed: bytes of those blobs, and of those that go away.
         packs: ids of packs to compact: their live records move to another pack, and the rest is dropped.
         leftovers: files that dead processes left.
         waiting: bytes of orphaned blobs that the grace period still keeps.
@@ -93,6 +98,7 @@ class Plan(NamedTuple):
     waiting: int
     stored: int
     pinned: int = 0
+    away: int = 0
 
     @property
     def remaining(self) -> int:
@@ -107,8 +113,9 @@ class Collected(NamedTuple):
 
     Attributes:
         expired, evicted: names of the removed entries.
+        away: the number of blobs whose names stay without the bytes, since a remote has these.
         blobs: the number of removed blobs.
-        freed: bytes of those blobs.
+        freed: bytes of those blobs, and of those that went away.
         packs: ids of the compacted packs: their live records moved to another pack, and the rest was dropped.
         leftovers: the removed files that dead processes had left.
         waiting: bytes of orphaned blobs that the grace period still keeps.
@@ -125,6 +132,7 @@ class Collected(NamedTuple):
     waiting: int
     stored: int
     pinned: int = 0
+    away: int = 0
 
     @property
     def remaining(self) -> int:
@@ -133,11 +141,12 @@ class Collected(NamedTuple):
 
 
 class _Removed:
-    """The names of entries removed so far, and the number and stored bytes of blobs removed so far."""
+    """Names of removed entries, numbers of blobs that were removed or went away, and their stored bytes."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.blobs = 0
+        self.away = 0
         self.freed = 0
 
     def add(self, blobs: list[Blob]) -> None:
@@ -165,40 +174,62 @@ def select(
         budget: the bytes that may stay, or None for no limit.
         orphaned_before: orphans from before this time are removed in any case.
     """
-    shared: dict[bytes, int] = {}  # only blobs with several names: there may be millions of others
-    blobs: list[tuple[bytes, int, int]] = []
-
-    def remove_name(entry: Candidate) -> int:
-        if entry.refs > 1:
-            left = shared[entry.digest] = shared.get(entry.digest, entry.refs) - 1
-            if left > 0:
-                return 0
-        blobs.append((entry.digest, entry.stored, entry.pack))
-        return entry.stored
-
+    choice = _Choice()
     gone = list(expired)
-    remaining = stored - sum(remove_name(entry) for entry in gone)
+    remaining = stored - sum(map(choice.remove, gone))
     waiting = []
     for orphan in orphans:
         if orphan.since <= orphaned_before:
-            blobs.append(orphan[:3])
+            choice.blobs.append(orphan[:3])
             remaining -= orphan.stored
         else:
             waiting.append(orphan)
     evicted: list[Candidate] = []
     if budget is not None and remaining > budget:
-        for orphan in waiting:
-            blobs.append(orphan[:3])
-            remaining -= orphan.stored
+        choice.blobs += [orphan[:3] for orphan in waiting]
+        remaining -= sum(orphan.stored for orphan in waiting)
         waiting = []
         seen = {entry.name for entry in gone}
         for entry in by_last_use:
             if remaining <= budget:
                 break
-            if entry.name not in seen:
+            if entry.is_in_remote:
+                remaining -= choice.send_away(entry)
+            elif entry.name not in seen:
                 evicted.append(entry)
-                remaining -= remove_name(entry)
-    return Selection(gone, evicted, blobs, sum(orphan.stored for orphan in waiting))
+                remaining -= choice.remove(entry)
+    names = {digest: choice.names[digest] for digest, _, _ in choice.away}
+    return Selection(
+        gone, evicted, choice.blobs, choice.away, names, sum(orphan.stored for orphan in waiting)
+    )
+
+
+class _Choice:
+    """The blobs that go with the entries chosen so far. Methods return the stored bytes that this frees."""
+
+    def __init__(self) -> None:
+        self.blobs: list[tuple[bytes, int, int]] = []
+        self.away: list[tuple[bytes, int, int]] = []
+        self.names: dict[bytes, dict[str, float]] = {}
+        self._left: dict[bytes, int] = {}  # only blobs with several names: there may be millions of others
+
+    def remove(self, entry: Candidate) -> int:
+        """Remove an entry, and its blob with the last of them."""
+        if entry.refs > 1:
+            left = self._left[entry.digest] = self._left.get(entry.digest, entry.refs) - 1
+            if left > 0:
+                return 0
+        self.blobs.append((entry.digest, entry.stored, entry.pack))
+        return entry.stored
+
+    def send_away(self, entry: Candidate) -> int:
+        """Keep an entry without its bytes, once all entries of its blob are chosen."""
+        names = self.names.setdefault(entry.digest, {})
+        names[entry.name] = entry.accessed
+        if len(names) < entry.refs:
+            return 0
+        self.away.append((entry.digest, entry.stored, entry.pack))
+        return entry.stored
 
 
 def _choose(index: Index, budget: int | None, grace: float, now: float) -> Selection:
@@ -233,9 +264,9 @@ def _plan(
     mounts.remove_dead(index)
     stored = index.totals().stored
     chosen = _choose(index, budget, grace, now)
-    packs = compaction.choose(index, parts.objects, chosen.blobs)
+    packs = compaction.choose(index, parts.objects, chosen.blobs + chosen.away)
     found_leftovers = list(leftovers.find(index, parts.objects))
-    freed = sum(blob[1] for blob in chosen.blobs)
+    freed = sum(blob[1] for blob in chosen.blobs + chosen.away)
     # Here everything that may go has been chosen, so any bytes above the budget are pinned.
     pinned = stored - freed if budget is not None and stored - freed > budget else 0
     planned = Plan(
@@ -248,6 +279,7 @@ def _plan(
         chosen.waiting,
         stored,
         pinned,
+        len(chosen.away),
     )
     return planned, chosen, packs, found_leftovers
 
@@ -277,6 +309,7 @@ def run(parts: Parts, budget: int | None, grace: float) -> Collected:
         planned.waiting,
         planned.stored,
         planned.pinned,
+        removed.away,
     )
 
 
@@ -299,6 +332,7 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
     named = {entry.digest for entry in (*chosen.expired, *chosen.evicted)}
     for digests in _batches(parts, sorted(chosen_digests - named)):
         removed.add(remove_blobs(parts, digests))
+    _send_away(parts, chosen.away_names, removed)
     evicted = 0
     entries: list[tuple[str, bytes, float | None]] = [
         (entry.name, entry.digest, None) for entry in chosen.expired
@@ -317,8 +351,19 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
         deferred_refs.sort(parts.index)
         _uncount(parts, chosen_digests, removed)
     with parts.index.write() as txn:
-        txn.count({"evictions": evicted})
+        txn.count({"evictions": evicted + removed.away})
+        places.drop_unused(txn)
     return removed
+
+
+def _send_away(parts: Parts, names: dict[bytes, dict[str, float]], removed: _Removed) -> None:
+    """Remove the bytes of blobs whose names stay. No mount loses them: it fetches them as any reader does."""
+    for digests in _batches(parts, sorted(names)):
+        with parts.index.write() as txn:
+            gone = places.send_away(txn, {digest: names[digest] for digest in digests})
+        _unlink(parts, gone)
+        removed.away += len(gone)
+        removed.freed += sum(blob.stored for blob in gone)
 
 
 def _uncount(parts: Parts, chosen_digests: Container[bytes], removed: _Removed) -> None:
@@ -366,7 +411,8 @@ def _unlink(parts: Parts, gone: list[Blob]) -> None:
     if loose:
         with parts.index.write() as txn:
             for blob in loose:
-                if txn.blob(blob.digest) is None:
+                known = txn.blob(blob.digest)
+                if known is None or not known.is_here:
                     parts.objects.remove_loose(blob.digest, blob.codec)
 
 
@@ -387,7 +433,7 @@ def make_room(parts: Parts, need: int) -> None:
         chosen = _choose(
             parts.index, min(max_size - need, int(max_size * EVICTION_TARGET)), GRACE_SECONDS, now
         )
-        if chosen.expired or chosen.evicted or chosen.blobs:
+        if chosen.expired or chosen.evicted or chosen.blobs or chosen.away:
             _remove(parts, chosen, now)
         elif parts.index.totals() == before:
             raise full(need, max_size)

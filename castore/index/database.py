@@ -27,7 +27,7 @@ from castore.index.journal import Journal, pack_record
 from castore.index.statements import BLOB_COLUMNS, BLOB_OF, LISTED
 from castore.index.transaction import Write
 from castore.names import below
-from castore.records import LOST, Blob, Entry, Found, Totals, entry_check
+from castore.records import AWAY, LOST, Blob, Entry, Found, Totals, entry_check
 from castore.system.forks import fork_gate, reset_after_fork
 from castore.system.sql_errors import is_damage, is_full
 
@@ -42,7 +42,8 @@ CLOCK_SLACK = 60.0
 _ENTRY_COLUMNS = (
     "e.name, coalesce(CAST(e.digest AS BLOB), x''), coalesce(CAST(e.size AS INTEGER), 0),"
     " coalesce(b.stored, 0), coalesce(b.codec, 'none'), coalesce(e.created + 0.0, 0.0), e.expires + 0.0,"
-    " coalesce(e.accessed + 0.0, 0.0), coalesce(CAST(e.serializer AS TEXT), ''), e.metadata, e.pinned"
+    " coalesce(e.accessed + 0.0, 0.0), coalesce(CAST(e.serializer AS TEXT), ''), e.metadata, e.pinned,"
+    f" coalesce(b.pack = {AWAY}, 0)"
 )
 _ENTRY = f"SELECT {_ENTRY_COLUMNS} FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
 _CHECKED_ENTRY = _ENTRY.replace(" FROM ", ", e.checked FROM ")
@@ -73,11 +74,12 @@ _TOTALS = "SELECT {} FROM totals".format(
 
 def _to_entry(row: tuple[Any, ...]) -> Entry:
     """A row of `_ENTRY` as the value users see."""
-    name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned = row
+    name, digest, size, stored, codec, created, expires, accessed, serializer, metadata, pinned, away = row
     meta = parse_metadata(metadata)
     return Entry(
-        name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned)
-    )
+        name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned),
+        bool(away),
+    )  # fmt: skip
 
 
 def parse_metadata(text: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from castore.index.database import Index
+from castore.records import AWAY
 
 #: Blobs of one query.
 _BATCH = 500
@@ -22,12 +23,20 @@ _FREE = (
 )
 # Numbers, whatever a damaged row holds.
 _STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored", "refs", "pack"))
-_BY_LAST_USE = (
+_CANDIDATE = (
     "SELECT e.name, CAST(e.digest AS BLOB), e.accessed,"
-    f" coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0)"
-    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest WHERE {_FREE}"
-    " ORDER BY e.accessed <= ?, e.accessed"
+    f" coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0), %s"
+    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest %s WHERE {_FREE}"
+    " ORDER BY %s <= ?, %s"
 )
+_BY_LAST_USE = _CANDIDATE % ("0", "", "e.accessed", "e.accessed")
+# Bytes of a remote count as used when they came, too: those that are fetched ahead are read after that.
+_BY_LAST_FETCH = _CANDIDATE % (
+    "p.digest IS NOT NULL",
+    "LEFT JOIN places p ON p.digest = e.digest",
+    *["max(e.accessed, coalesce(p.fetched, 0.0))"] * 2,
+)
+_BY_LAST_FETCH = _BY_LAST_FETCH.replace(" ORDER BY", f" AND coalesce({_PACK}, 0) != {AWAY} ORDER BY")
 _EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
 _BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
 _ORPHANS = (
@@ -47,6 +56,7 @@ class Candidate(NamedTuple):
     Attributes:
         name, digest, accessed: of the entry.
         stored, refs, pack: of its blob: stored bytes, the number of entries that name it, and its pack.
+        is_in_remote: a remote has the bytes, so the entry may stay without them.
     """
 
     name: str
@@ -55,6 +65,7 @@ class Candidate(NamedTuple):
     stored: int
     refs: int
     pack: int
+    is_in_remote: bool = False
 
 
 class Orphan(NamedTuple):
@@ -71,7 +82,8 @@ def by_last_use(index: Index, ahead: float) -> Generator[Candidate]:
 
     A stream: no fork happens until its end, so the caller closes it soon.
     """
-    with closing(index.file.stream(_BY_LAST_USE, (ahead,))) as rows:
+    has_places = bool(index.file.all("SELECT 1 FROM places LIMIT 1", ()))
+    with closing(index.file.stream(_BY_LAST_FETCH if has_places else _BY_LAST_USE, (ahead,))) as rows:
         yield from map(Candidate._make, rows)
 
 

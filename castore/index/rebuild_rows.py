@@ -16,7 +16,7 @@ from castore.index.transaction import Write
 from castore.records import HEAD_SIZE, Blob, entry_check
 from castore.system.forks import block_forks
 
-_TABLES = ("entries", "blobs", "checksums", "packs", "released")
+_TABLES = ("entries", "blobs", "checksums", "packs", "released", "places", "origins")
 _ADD_BLOB = "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?, ?, ?, ?, 0, NULL)"
 _ADD_CHECKSUMS = "INSERT OR REPLACE INTO checksums VALUES (?, ?)"
 _SET_NAME = (

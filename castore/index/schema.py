@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlite_utils import Database
 
 #: `PRAGMA user_version` of an index that has all the migrations below.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _TABLES = """
 CREATE TABLE blobs (
@@ -57,6 +57,15 @@ ALTER TABLE packs ADD COLUMN dead INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE totals ADD COLUMN packed INTEGER NOT NULL DEFAULT 0;
 UPDATE totals SET packed = (SELECT coalesce(sum(stored + {HEAD_SIZE}), 0) FROM blobs WHERE pack > 0);
 """
+_PLACES_TABLES = """\
+CREATE TABLE origins (id INTEGER PRIMARY KEY, remote TEXT NOT NULL, object BLOB NOT NULL);
+CREATE TABLE places (
+    digest BLOB PRIMARY KEY, origin INTEGER NOT NULL, offset INTEGER NOT NULL, stored INTEGER NOT NULL,
+    codec TEXT NOT NULL, frames BLOB NOT NULL, fetched REAL NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX origins_object ON origins (object, remote);
+CREATE INDEX places_origin ON places (origin, offset);
+"""
 
 
 def find_mismatch(connection: sqlite3.Connection) -> str | None:
@@ -82,9 +91,11 @@ def find_mismatch(connection: sqlite3.Connection) -> str | None:
 def _expected_statements() -> dict[str, str]:
     """The CREATE statement of each table and index, by name."""
     known: dict[str, str] = {}
-    for statement in _statements(_TABLES + _RELEASED_TABLE + _DEAD_COLUMNS):
+    for statement in _statements(_TABLES + _RELEASED_TABLE + _DEAD_COLUMNS + _PLACES_TABLES):
         text = statement.strip().removesuffix(";")
         match text.split(maxsplit=3):
+            case ["CREATE", "UNIQUE", _, rest]:
+                known[rest.split(maxsplit=1)[0]] = text
             case ["CREATE", _, name, _]:
                 known[name] = text
             case ["ALTER", _, name, column]:  # as SQLite writes it into sqlite_master
@@ -138,6 +149,10 @@ def apply_migrations(connection: sqlite3.Connection) -> None:
     @migrations(name="dead")
     def dead(db: Database) -> None:
         _run(db, _DEAD_COLUMNS)
+
+    @migrations(name="places")
+    def places(db: Database) -> None:
+        _run(db, _PLACES_TABLES)
 
     migrations.apply(Database(connection))
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

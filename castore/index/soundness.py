@@ -28,7 +28,7 @@ _IMPOSSIBLE_BLOB = (
     "SELECT 1 FROM blobs WHERE typeof(digest) != 'blob' OR length(digest) != 32"
     " OR typeof(size) != 'integer' OR size NOT BETWEEN 0 AND 1 << 50"
     " OR typeof(stored) != 'integer' OR stored NOT BETWEEN 0 AND 1 << 50"
-    " OR typeof(pack) != 'integer' OR pack < -1 OR typeof(offset) != 'integer' OR offset < 0"
+    " OR typeof(pack) != 'integer' OR pack < -2 OR typeof(offset) != 'integer' OR offset < 0"
     " OR typeof(refs) != 'integer' OR refs < 0 OR codec NOT IN ('zstd', 'lz4', 'gzip', 'none') LIMIT 1"
 )
 _IMPOSSIBLE_ENTRY = (
@@ -45,7 +45,18 @@ _IMPOSSIBLE_CHECKSUMS = (
 _IMPOSSIBLE_RELEASED = (
     "SELECT 1 FROM released WHERE typeof(digests) != 'blob' OR length(digests) % 32 LIMIT 1"
 )
-_IMPOSSIBLE = (_IMPOSSIBLE_BLOB, _IMPOSSIBLE_ENTRY, _IMPOSSIBLE_RELEASED)
+_IMPOSSIBLE_PLACE = (
+    "SELECT 1 FROM blobs b WHERE b.pack = -2"
+    " AND NOT EXISTS (SELECT 1 FROM places p WHERE p.digest = b.digest)"
+    " UNION ALL SELECT 1 FROM places p WHERE typeof(p.digest) != 'blob' OR length(p.digest) != 32"
+    " OR typeof(p.offset) != 'integer' OR p.offset < 0 OR typeof(p.stored) != 'integer' OR p.stored < 0"
+    " OR typeof(p.frames) != 'blob' OR length(p.frames) % 20 OR typeof(p.fetched) != 'real'"
+    " OR p.codec NOT IN ('zstd', 'lz4', 'gzip', 'none')"
+    " OR NOT EXISTS (SELECT 1 FROM origins o WHERE o.id = p.origin)"
+    " UNION ALL SELECT 1 FROM origins WHERE typeof(object) != 'blob' OR length(object) != 32"
+    " OR typeof(remote) != 'text' LIMIT 1"
+)
+_IMPOSSIBLE = (_IMPOSSIBLE_BLOB, _IMPOSSIBLE_ENTRY, _IMPOSSIBLE_RELEASED, _IMPOSSIBLE_PLACE)
 _ENTRIES = "SELECT name, digest, serializer, metadata, checked FROM entries"
 
 

@@ -10,7 +10,7 @@ BLOB_COLUMNS = "digest, size, stored, codec, pack, offset"
 BLOB_OF = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest = ?"
 ADD_BLOB = (
     "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) SELECT ?1, ?2, ?3, ?4, ?5, ?6, 1"
-    " WHERE ?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
+    " WHERE ?5 <= 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5)"
     " ON CONFLICT (digest) DO NOTHING"
 )
 ADD_BLOBS = "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) VALUES (?, ?, ?, ?, ?, ?, 1)"
@@ -36,6 +36,11 @@ UPDATE_ENTRY = (
     " WHERE name = ?1 RETURNING created, pinned"
 )
 COUNT_REF = "UPDATE blobs SET refs = refs + 1, orphaned = NULL WHERE digest = ?"
+LOSE = (
+    "UPDATE blobs SET stored = 0, offset = 0,"
+    " pack = CASE WHEN EXISTS (SELECT 1 FROM places p WHERE p.digest = blobs.digest) THEN ?3 ELSE ?2 END"
+    " WHERE digest = ?1"
+)
 UNCOUNT_REFS = (
     "UPDATE blobs SET orphaned = CASE WHEN refs = ?3 THEN ?2 END, refs = refs - ?3 WHERE digest = ?1"
 )

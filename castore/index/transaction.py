@@ -15,6 +15,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
 
@@ -34,11 +35,12 @@ from castore.index.statements import (
     BLOB_COLUMNS,
     BLOB_OF,
     COUNT_REF,
+    LOSE,
     TOUCH_OLDER,
     UNCOUNT_REFS,
     UPDATE_ENTRY,
 )
-from castore.records import HEAD_SIZE, LOST, Blob, EntrySpec, entry_check
+from castore.records import AWAY, HEAD_SIZE, LOST, Blob, EntrySpec, entry_check
 from castore.system.sql_errors import is_locked
 
 #: Keys of one query: each is a parameter of its statement.
@@ -392,7 +394,7 @@ class Write:
         return Blob._make(row) if row else None
 
     def add_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record a blob whose bytes are in place; False if it is known already, or its pack has been retired.
+        """Record a blob whose bytes are in place, or away; False if it is known, or its pack was retired.
 
         Its reference count starts at 1: `set_entry` for its name must follow in the same transaction.
         """
@@ -423,7 +425,7 @@ class Write:
         self._packed += stored + HEAD_SIZE * len(blobs)
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
-        """Record the new place of a known blob's bytes; False if the new pack was retired."""
+        """Record where a known blob's bytes are now, or that they are away; False if the pack was retired."""
         sql = (
             "SELECT CAST(size AS INTEGER), CAST(stored AS INTEGER), CAST(pack AS INTEGER) FROM blobs"
             " WHERE digest = ?"
@@ -431,7 +433,7 @@ class Write:
         before = self.db.execute(sql, (blob.digest,)).fetchone()
         moved = self.db.execute(
             "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
-            " AND (?5 = 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5))",
+            " AND (?5 <= 0 OR EXISTS (SELECT 1 FROM packs WHERE id = ?5))",
             blob,
         ).rowcount
         if moved:
@@ -448,9 +450,11 @@ class Write:
         self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))
 
     def mark_lost(self, blob: Blob) -> None:
-        """Record that a blob's bytes are missing or damaged: reading it is a miss until it is put again."""
-        sql = "UPDATE blobs SET stored = 0, pack = ?, offset = 0 WHERE digest = ?"
-        if self.db.execute(sql, (LOST, blob.digest)).rowcount:
+        """Record that a blob's bytes are missing or damaged.
+
+        Reading it is a miss until it is put again, unless a remote has it: then it is fetched again.
+        """
+        if self.db.execute(LOSE, (blob.digest, LOST, AWAY)).rowcount:
             self._stored -= _number(blob.stored)
             self._count_dead(_number(blob.stored), _number(blob.pack))
         self._announce = True
@@ -492,10 +496,17 @@ class Write:
         stored, pack = _number(blob.stored), _number(blob.pack)
         if pack <= 0:  # packed blobs have no checksums
             self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+        if self._has_places:
+            self.db.execute("DELETE FROM places WHERE digest = ?", (blob.digest,))
         self._blobs -= 1
         self._unique -= _number(blob.size)
         self._stored -= stored
         self._count_dead(stored, pack)
+
+    @cached_property
+    def _has_places(self) -> bool:
+        """Whether any blob is known to be in a remote. Most stores have none, and need not ask for each."""
+        return self.db.execute("SELECT 1 FROM places LIMIT 1").fetchone() is not None
 
     def _count_dead(self, stored: int, pack: int) -> None:
         if pack > 0:

@@ -22,7 +22,7 @@ from castore.objects.encode import HashingFrames, raw_checksums
 from castore.objects.frames import frame_count, probe_size, read_table
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import PACK_LIMIT, PackFile, PackFolder, PackRecord, PackWriter, read_record, scan
-from castore.records import DIGEST_SIZE, LOOSE, LOST, Blob
+from castore.records import AWAY, DIGEST_SIZE, LOOSE, Blob
 from castore.system.io_errors import AT_FAULT, read_around
 from castore.system.ram_cache import MemoryLRU
 from castore.system.temporary import open_no_follow, open_regular, sync_folder
@@ -48,7 +48,7 @@ def check_row(blob: Blob) -> None:
         or codec not in CODECS
         or type(digest) is not bytes
         or len(digest) != DIGEST_SIZE
-        or pack < LOST
+        or pack < AWAY
     ):
         raise CorruptError(f"the index has a row that cannot be: {tuple(blob)}; `castore doctor` tells more")
 
@@ -101,7 +101,7 @@ class ObjectDirectory:
         self._pack_mode = file_mode
 
     def path(self, blob: Blob) -> str:
-        """The file that a blob's stored bytes lie in: its object, or a pack. Not for a blob that is lost."""
+        """The file that a blob's stored bytes lie in: its object, or a pack. Only for a blob that is here."""
         return (
             self.loose.path(blob.digest, blob.codec)
             if blob.pack == LOOSE
@@ -116,7 +116,7 @@ class ObjectDirectory:
             return f"a row of the index for {blob.digest!r}"
         if blob.pack == LOOSE:
             return self.loose.path(blob.digest, blob.codec)
-        if blob.pack == LOST:
+        if not blob.is_here:
             return "nowhere"
         return f"{self.packs.path(blob.pack)} at {blob.offset}"
 
@@ -130,8 +130,8 @@ class ObjectDirectory:
             CorruptError: ``blob`` is not sound (`check_row`).
         """
         check_row(blob)
-        if blob.pack == LOST:
-            raise FileNotFoundError(f"blob {blob.digest.hex()} is lost")
+        if not blob.is_here:
+            raise FileNotFoundError(f"the bytes of blob {blob.digest.hex()} are not in the store")
         opened: PackFile | None = None
         if blob.pack == LOOSE:
             # Something else than a regular file may lie here. The reader rejects it by its length, or cannot

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from castore.errors import CorruptError
 from castore.objects.codecs import FRAME_SIZE
-from castore.objects.decode import BlobReader
+from castore.read.origin import BlobAccess
 from castore.records import Blob
 
 OnDamage = Callable[[Blob, CorruptError], object]
@@ -37,7 +37,7 @@ class BlobFile(io.RawIOBase):
         on_damage: called with the blob and the error when bytes fail their check; the error is then raised.
     """
 
-    def __init__(self, reader: BlobReader, name: str, on_damage: OnDamage) -> None:
+    def __init__(self, reader: BlobAccess, name: str, on_damage: OnDamage) -> None:
         super().__init__()
         self._reader = reader
         self._on_damage = on_damage
@@ -102,7 +102,7 @@ class BlobFile(io.RawIOBase):
         super().close()
 
 
-def open_blob(reader: BlobReader, name: str, on_damage: OnDamage) -> io.BufferedReader:
+def open_blob(reader: BlobAccess, name: str, on_damage: OnDamage) -> io.BufferedReader:
     """Open a buffered file over a reader. Arguments as for `BlobFile`."""
     # Next to decoding a frame, the cost of copying all of it is small. From shared memory the copy is the
     # cost.

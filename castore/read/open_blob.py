@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from castore.errors import CorruptError
-from castore.objects.decode import BlobReader
+from castore.read.origin import BlobAccess
 from castore.records import Blob
 
 
@@ -21,7 +21,7 @@ class OpenBlob:
         blob: what is known of it: its digest, its sizes in bytes, its codec and where it lies.
     """
 
-    def __init__(self, reader: BlobReader, on_damage: Callable[[Blob, CorruptError], object]) -> None:
+    def __init__(self, reader: BlobAccess, on_damage: Callable[[Blob, CorruptError], object]) -> None:
         self._reader = reader
         self._on_damage = on_damage
         self.blob = reader.blob

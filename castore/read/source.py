@@ -11,20 +11,22 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from castore.errors import CorruptError, StoreError
+from castore.errors import CorruptError, RemoteError, StoreError
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.database import Index
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory, check_row
+from castore.read.origin import BlobAccess, Origin
 from castore.read.usage import Usage
-from castore.records import LOST, Blob, Found
+from castore.records import AWAY, LOST, Blob, Found
 from castore.system.ram_cache import MemoryLRU, Slot
 
 if TYPE_CHECKING:
@@ -49,9 +51,12 @@ _Remembered = tuple[Slot[bytes], int, float, Blob | None, str]
 
 
 class Fault(Enum):
-    """What was at fault when a blob could not be read: nothing any more, its row, or its object."""
+    """What was at fault when a blob could not be read: nothing any more, its row, or its object.
 
-    NONE, ROW, OBJECT = range(3)
+    If a remote has the bytes of a damaged object, the blob is away, and is fetched again.
+    """
+
+    NONE, ROW, OBJECT, AWAY = range(4)
 
 
 class Read(NamedTuple):
@@ -79,20 +84,32 @@ class BlobSource:
         beacon: shows when a name changed.
         usage: counts hits and misses.
         memory: upper bound of the RAM tier in bytes; 0 for none.
+        find_origin: makes the origin of blobs that are away. It is called once, when the first is read.
     """
 
     def __init__(
-        self, index: Index, objects: ObjectDirectory, beacon: Beacon, usage: Usage, memory: int
+        self,
+        index: Index,
+        objects: ObjectDirectory,
+        beacon: Beacon,
+        usage: Usage,
+        memory: int,
+        find_origin: Callable[[], Origin],
     ) -> None:
         self._index = index
         self._objects = objects
         self._beacon = beacon
         self._words = beacon.words
         self._usage = usage
+        self._find_origin = find_origin
         self.memory: MemoryLRU[bytes] = MemoryLRU(memory, _measure)
         #: Frames shared between processes, if the store was opened with them.
         self.shared: SharedFrames | None = None
         self._remembered: dict[str, _Remembered] = {}
+
+    @cached_property
+    def _origin(self) -> Origin:
+        return self._find_origin()
 
     def get(self, name: str) -> bytes | None:
         """The bytes of a name, or None for a miss."""
@@ -221,7 +238,7 @@ class BlobSource:
     def _look_up_many(self, names: list[str], unknown: list[str], results: list[bytes | None]) -> None:
         changed = self._beacon.settled()
         now = time.time()
-        found = self._index.find_many(unknown)
+        found = self._with_bytes(self._index.find_many(unknown), now)
         for place, name in enumerate(names):
             if results[place] is None:
                 row = found.get(name)
@@ -232,11 +249,39 @@ class BlobSource:
                     results[place] = read.data
         self._usage.flush_if_due(len(names))
 
+    def bring(self, digests: Sequence[bytes]) -> None:
+        """Have the bytes of blobs that are away in the store.
+
+        Raises:
+            FileNotFoundError: a remote has lost some of them.
+            RemoteError: a remote cannot be used.
+        """
+        self._origin.bring(digests)
+
+    def describe_away(self, digest: bytes) -> dict[str, str]:
+        """Facts about a blob that is away, for people."""
+        return self._origin.describe(digest)
+
+    def _with_bytes(self, found: dict[str, Found], now: float) -> dict[str, Found]:
+        """The rows of names, once the bytes of those that are away have come together."""
+        away = {
+            row.blob.digest: name
+            for name, row in found.items()
+            if row.blob.pack == AWAY
+            and (row.expires is None or row.expires > now)
+            and self.memory.get(row.blob.digest) is None
+        }
+        if len(away) < 2:
+            return found
+        with suppress(FileNotFoundError):  # of one of them: each is asked for by itself then
+            self.bring(list(away))
+        return found | self._index.find_many([name for name, row in found.items() if row.blob.digest in away])
+
     def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
         """All bytes of a name's blob; if they are gone, those of the blob that the name points to by now."""
         data = self.fetch(found.blob)
         for _ in range(ATTEMPTS):
-            if data is not None or (now := self._index.find(name)) is None or now.blob.pack == LOST:
+            if data is not None or (now := self._index.find(name)) is None or not now.blob.is_here:
                 break
             found, data = now, self.fetch(now.blob)
         return found, data
@@ -247,7 +292,7 @@ class BlobSource:
         If None, `open` finds moved bytes, or handles the damage.
         """
         try:
-            if blob.size <= FRAME_SIZE and blob.pack != LOST:
+            if blob.size <= FRAME_SIZE and blob.is_here:
                 check_row(blob)
                 # Not through `get_or_load`: waiting for another thread costs about as much as decoding a few
                 # KB.
@@ -271,7 +316,7 @@ class BlobSource:
             return None
 
     def _load(self, blob: Blob, *, again: bool = True) -> bytes:
-        reader = self.open(blob).share(self.shared)
+        reader = self._open_whole(blob).share(self.shared)
         try:
             return reader.read_all()
         except CorruptError as error:
@@ -281,11 +326,54 @@ class BlobSource:
             reader.close()
         return self._load(self._index.blob(blob.digest) or blob, again=False)
 
-    def open(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobReader:
-        """Return a reader that keeps the blob's bytes readable. Finds them if compaction has moved them.
+    def open(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobAccess:
+        """Return a reader that keeps the blob's bytes readable, or fetches them as they are read.
 
         Raises:
             FileNotFoundError: the bytes are lost. The index then records the loss.
+            RemoteError: the bytes are away, and the remote cannot be used.
+        """
+        for _ in range(ATTEMPTS):
+            if blob.pack == AWAY:
+                if (opened := self._origin.open(blob, cache)) is not None:
+                    return opened
+                blob = self._index.blob(blob.digest) or blob
+            try:
+                return self.open_here(blob, cache)
+            except FileNotFoundError:
+                current = self._index.blob(blob.digest)
+                if current is None or current.pack != AWAY:
+                    raise
+                blob = current
+        raise self._dropped()
+
+    def _open_whole(self, blob: Blob) -> BlobReader:
+        """A reader of bytes that are all here, be it from now on."""
+        for _ in range(ATTEMPTS):
+            if blob.pack == AWAY:
+                self.bring([blob.digest])
+                blob = self._index.blob(blob.digest) or blob
+            try:
+                return self.open_here(blob)
+            except FileNotFoundError:
+                current = self._index.blob(blob.digest)
+                if current is None or current.pack != AWAY:
+                    raise
+                blob = current
+        raise self._dropped()
+
+    def _dropped(self) -> RemoteError:
+        return RemoteError(
+            "bytes of a remote are dropped as fast as they are fetched: the budget of"
+            f" {self._index.path.parent} is too small for what is read at once;"
+            " raise it with `castore init --max-size`"
+        )
+
+    def open_here(self, blob: Blob, cache: MemoryLRU[bytes] | None = None) -> BlobReader:
+        """Return a reader of bytes that are in the store. Finds them if compaction has moved them.
+
+        Raises:
+            FileNotFoundError: the bytes are lost, which the index then records, or away.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -300,7 +388,7 @@ class BlobSource:
                 blob = self._index.blob(blob.digest) or blob
             except FileNotFoundError:
                 current = self._index.blob(blob.digest)
-                if current is None or current.pack == LOST:
+                if current is None or not current.is_here:
                     raise
                 if current == blob:
                     if self._record_loss(blob, partial(self._is_in_place, blob)) is Fault.OBJECT:
@@ -318,10 +406,13 @@ class BlobSource:
         tries again.
 
         Returns:
-            True if only the row was at fault. The row is then corrected, and the blob can be read.
+            True if the blob can be read all the same: only the row was at fault, and is corrected now, or a
+            remote has the bytes.
         """
         self.memory.discard(blob.digest)
-        return self._record_loss(blob, is_in_place=lambda: False) is Fault.ROW
+        if blob.pack == AWAY:
+            return False  # the parts of it that are here were set aside when they were read
+        return self._record_loss(blob, is_in_place=lambda: False) in (Fault.ROW, Fault.AWAY)
 
     def _record_loss(self, blob: Blob, is_in_place: Callable[[], bool]) -> Fault:
         # A damaged index must not cost intact objects. `intact` reads the whole object, so it runs before the
@@ -336,11 +427,12 @@ class BlobSource:
                     return Fault.ROW
                 self._objects.quarantine(blob)
                 txn.mark_lost(blob)
+                now = txn.blob(blob.digest)
         except (StoreError, OSError) as error:
             log.warning("blob %s is damaged, and the index could not record it: %s", blob.digest.hex(), error)
             return Fault.OBJECT
         self._usage.counts["corrupt"] += 1
-        return Fault.OBJECT
+        return Fault.AWAY if now is not None and now.pack == AWAY else Fault.OBJECT
 
     def _is_in_place(self, blob: Blob) -> bool:
         if _needs_checksums(blob) and self._index.checksums(blob.digest) is None:

@@ -11,12 +11,11 @@ from castore.errors import CorruptError
 from castore.index import name_ranges
 from castore.index.database import Index
 from castore.index.journal import JournalTail
-from castore.objects.decode import BlobReader
 from castore.objects.directory import ObjectDirectory
 from castore.read.file_tree import HeldBlob
 from castore.read.source import BlobSource
 from castore.read.usage import Usage
-from castore.records import Blob, FileRow
+from castore.records import AWAY, Blob, FileRow
 from castore.system.ram_cache import MemoryLRU
 
 
@@ -73,7 +72,7 @@ class TreeReader:
         """See `FileTree`."""
         return self._index.is_named(digest)
 
-    def open(self, name: str, digest: bytes, cache: MemoryLRU[bytes]) -> BlobReader:
+    def open(self, name: str, digest: bytes, cache: MemoryLRU[bytes]) -> HeldBlob:
         """See `FileTree`."""
         blob = self._index.blob(digest)
         if blob is None:
@@ -101,6 +100,8 @@ class TreeReader:
         blob = self._index.blob(digest)
         if blob is not None:
             found |= {"size": str(blob.size), "codec": blob.codec, "stored": str(blob.stored)}
+            if blob.pack == AWAY:
+                found |= self._source.describe_away(digest)
         if entry is not None and entry.digest == found["digest"]:
             found |= {"serializer": entry.serializer, "pinned": str(int(entry.pinned))}
             if entry.expires is not None:

@@ -32,10 +32,12 @@ from castore.errors import (
     RemoteUnreachableError,
 )
 from castore.gc import collect
+from castore.index import places
 from castore.parts import Parts
-from castore.records import DIGEST_SIZE, LOST, EntrySpec
+from castore.records import DIGEST_SIZE, EntrySpec
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Patience
+from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
 from castore.remote.kept import Part, blob_name
 from castore.remote.keys import object_key
@@ -43,7 +45,7 @@ from castore.remote.messages import LOCK, SOCKET, receive, send
 from castore.remote.metered_bucket import MeteredBucket
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
-from castore.remote.process import describe, open_parts
+from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.urls import open_bucket
@@ -210,7 +212,7 @@ class Fetcher:
         by_digest = {row[1]: Row._make([*row[:-1], Place(*row[-1])]) for row in rows}
         waited = [row[1] for row in rows[:first]]
         known = self._parts.index.blobs_of(list(by_digest))
-        missing = [digest for digest in by_digest if digest not in known or known[digest].pack == LOST]
+        missing = [digest for digest in by_digest if digest not in known or not known[digest].is_here]
 
         def begin(mine: list[bytes]) -> None:
             wanted = {digest: by_digest[digest] for digest in mine}
@@ -234,7 +236,7 @@ class Fetcher:
             raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {digest.hex()}")
         named = {part.name(digest): part for part in wanted}
         found = self._parts.index.find_many(list(named))
-        missing = [name for name in named if name not in found or found[name].blob.pack == LOST]
+        missing = [name for name in named if name not in found or not found[name].blob.is_here]
 
         def begin(mine: list[str]) -> None:
             # Nobody waits longer because of parts that are fetched ahead.
@@ -309,9 +311,16 @@ class Fetcher:
     def _keep(self, batch: list[tuple[str, Staged]]) -> None:
         if not batch:
             return
-        specs = [(EntrySpec(name, "bytes", None, None, False), staged) for name, staged in batch]
+        away = places.of_blobs(self._parts.index, [staged.digest for _, staged in batch])
+        wanted = [staged for _, staged in batch if staged.digest in away]  # by names of the store itself
+        specs = [
+            (EntrySpec(name, "bytes", None, None, False), staged)
+            for name, staged in batch
+            if staged.digest not in away
+        ]
         try:
             with self._commit_lock:  # else all threads would find the same room within the budget
+                self._parts.writer.restore(wanted)
                 self._parts.writer.commit(specs)
                 self._kept += sum(staged.stored for _, staged in batch)
                 budget = self._parts.settings.max_size

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from castore.errors import RemoteError
+from castore.remote.error_values import rebuild
 from castore.remote.messages import SOCKET, receive, send
-from castore.remote.process import rebuild
 from castore.system.local_sockets import address
 
 # Seconds for a fetcher to start, and times that it may end before it answers.

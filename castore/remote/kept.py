@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from castore.index.database import Index
 from castore.names import RESERVED
 from castore.remote.pages import FRAME, Place
 
@@ -91,3 +92,15 @@ class Division:
     def part_of(self, frame: int) -> int:
         """The number of the part that has a frame."""
         return bisect_right(self._firsts, frame) - 1
+
+
+def bytes_here(index: Index, place: Place) -> int:
+    """Stored bytes of the parts of an object that a store keeps; 0 for a small one, which has no parts."""
+    if place.stored <= WHOLE_LIMIT:
+        return 0
+    names = [part.name(place.object) for part in Division(place).parts]
+    found = index.find_many(names)
+    # The seek table is in no part, and nobody needs it once all parts are here.
+    if len(found) == len(names):
+        return place.stored
+    return sum(one.blob.stored for one in found.values())

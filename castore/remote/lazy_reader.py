@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
 
 from castore.errors import CorruptError, RemoteError
 from castore.objects.codec_threads import codec_threads
@@ -20,12 +23,15 @@ from castore.objects.codecs import CODECS, FRAME_SIZE, no_dictionary
 from castore.objects.decode import BlobReader
 from castore.objects.frames import frame_count, frame_length
 from castore.parts import Parts
-from castore.records import LOOSE, LOST, Blob
+from castore.records import AWAY, Blob
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.kept import Division, Part
 from castore.remote.pages import Row, frame_of
 from castore.system.io_errors import AT_FAULT
 from castore.system.ram_cache import MemoryLRU
+
+if TYPE_CHECKING:
+    from castore.shm.shared_frames import SharedFrames
 
 #: Most parts that are fetched ahead of a reader.
 PARTS_AHEAD = 16
@@ -42,7 +48,7 @@ class LazyReader:
         ahead: does work in the background, or drops it.
         remote: name of the remote.
         row: of the blob.
-        cache: keeps decoded frames for all readers.
+        cache: keeps decoded frames for all readers; None to keep only the last frame used.
     """
 
     def __init__(
@@ -52,9 +58,9 @@ class LazyReader:
         ahead: Callable[[Callable[[], object]], object],
         remote: str,
         row: Row,
-        cache: MemoryLRU[bytes],
+        cache: MemoryLRU[bytes] | None,
     ) -> None:
-        self.blob = Blob(row.digest, row.size, row.place.stored, row.place.codec, LOOSE, 0)
+        self.blob = Blob(row.digest, row.size, 0, row.place.codec, AWAY, 0)
         self.frames = frame_count(row.size)
         self._store = parts
         self._fetcher = fetcher
@@ -64,6 +70,7 @@ class LazyReader:
         self._name = row.name
         self._division = Division(row.place)
         self._cache = cache
+        self._last: tuple[int, bytes] = (-1, b"")
         self._lock = threading.Lock()
         self._holds = 1
         self._opened: OrderedDict[int, BlobReader] = OrderedDict()
@@ -113,8 +120,41 @@ class LazyReader:
         pieces[0] = pieces[0][offset - first * FRAME_SIZE :]
         return pieces[0] if first == last else b"".join(pieces)
 
+    def read(self, offset: int, size: int) -> bytes:
+        """See `BlobAccess`."""
+        return bytes(self.view(offset, size))
+
+    def read_all(self) -> bytes:
+        """See `BlobAccess`."""
+        return b"".join(self.in_order())
+
+    def in_order(self, *, whole: bool = True) -> Generator[bytes]:
+        """See `BlobAccess`."""
+        hasher = blake3()
+        for index in range(self.frames):
+            frame = self._frame(index)
+            if whole:
+                hasher.update(frame)
+            yield frame
+        if whole and hasher.digest() != self.blob.digest:
+            raise CorruptError(
+                f"{self._name!r} in remote {self._remote!r} is another blob than its tree says",
+                digest=self.blob.digest.hex(),
+            )
+
+    def share(self, frames: SharedFrames | None) -> LazyReader:
+        """See `BlobAccess`. Frames that come over a network are not shared."""
+        return self
+
+    @property
+    def is_sharing(self) -> bool:
+        """See `BlobAccess`."""
+        return False
+
     def prefetch(self, indices: range) -> None:
         """See `HeldBlob`. Passes over frames of parts that are not here: no decoder waits for a network."""
+        if self._cache is None:
+            return
         for index in range(indices.start, min(indices.stop, self.frames)):
             number = self._division.part_of(index)
             with self._lock:
@@ -123,7 +163,12 @@ class LazyReader:
                 codec_threads.pool().submit(self._frame, index).add_done_callback(lambda _: self.unhold())
 
     def _frame(self, index: int) -> bytes:
-        return self._cache.get_or_load((self.blob.digest, index), lambda: self._load(index))
+        if self._cache is not None:
+            return self._cache.get_or_load((self.blob.digest, index), lambda: self._load(index))
+        last = self._last
+        if last[0] != index:
+            last = self._last = (index, self._load(index))
+        return last[1]
 
     def _load(self, index: int) -> bytes:
         number = self._division.part_of(index)
@@ -177,10 +222,10 @@ class LazyReader:
         """Open a part if it is here."""
         name = self._division.parts[number].name(self._object)
         found = self._store.index.find(name)
-        if found is None or found.blob.pack == LOST:
+        if found is None or not found.blob.is_here:
             return False
         try:
-            reader = self._store.source.open(found.blob)
+            reader = self._store.source.open_here(found.blob)
         except FileNotFoundError:
             return False
         self._store.source.count_use(name)
@@ -216,7 +261,7 @@ class LazyReader:
     def _fetch_missing(self, parts: Sequence[Part]) -> None:
         named = {part.name(self._object): part for part in parts}
         found = self._store.index.find_many(list(named))
-        missing = [part for name, part in named.items() if name not in found or found[name].blob.pack == LOST]
+        missing = [part for name, part in named.items() if name not in found or not found[name].blob.is_here]
         if missing:
             self._fetch(missing, first=0)
 

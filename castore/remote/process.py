@@ -1,14 +1,13 @@
-"""The parts that the two processes of a remote share: how they open a store, and how errors reach callers."""
+"""How the two processes that talk to remotes open a store."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from castore import errors, parts
-from castore.errors import CastoreError, ConflictError
+from castore import parts
 from castore.gc import collect
 from castore.parts import Parts
+from castore.remote.origin import RemoteOrigin
 from castore.system.ballast import Ballast
 
 
@@ -20,27 +19,8 @@ def open_parts(path: Path, *, max_size: float | str | None, durable: bool) -> Pa
         settings,
         Ballast(path / "ballast", settings.file_mode),
         collect.make_room,
+        RemoteOrigin,
         read_only=read_only,
         memory=0,
         durable=durable,
     )
-
-
-def describe(error: CastoreError | OSError) -> dict[str, Any]:
-    """An error as values that travel: `rebuild` makes it again."""
-    kind = type(error).__name__
-    known = isinstance(error, CastoreError) and getattr(errors, kind, None) is type(error)
-    return {
-        "kind": kind if known else "RemoteError",
-        "message": str(error),
-        "names": list(getattr(error, "names", ())),
-    }
-
-
-def rebuild(described: dict[str, Any]) -> Exception:
-    """The error of `describe`."""
-    kind = getattr(errors, described["kind"])
-    if kind is ConflictError:
-        return ConflictError(described["message"], names=tuple(described["names"]))
-    error: Exception = kind(described["message"])
-    return error

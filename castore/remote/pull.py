@@ -14,9 +14,12 @@ from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from castore.errors import ConflictError, FullError, RemoteError, RemoteMissingError
+from castore.index import places
+from castore.index.lock_yield import LockYield
+from castore.index.places import RemotePlace
 from castore.names import check_name
 from castore.parts import Parts
-from castore.records import LOOSE, LOST, Blob, EntrySpec
+from castore.records import LOOSE, Blob, EntrySpec
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
@@ -87,6 +90,7 @@ def pull(
     prefix: str,
     below: str,
     replace: bool,
+    lazy: str | None,
     base: bytes | None,
     progress: Progress,
 ) -> tuple[Pulled, bytes]:
@@ -98,6 +102,8 @@ def pull(
         start: first digits of the commit; None for the newest.
         below: a folder that the names come below, "" for none.
         replace: take the commit's bytes for names that changed here, too.
+        lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
+            brings the bytes, too.
         base: root of the tree of names on which this store and the ref agreed last, or None.
 
     Returns:
@@ -113,9 +119,14 @@ def pull(
     commit = find_commit(bucket, ref, start)
     tree = Tree(commits.read_commit(bucket, commit).tree, pages.read, pages.expect)
     before = open_base(base, pages)
-    _check_budget(parts, tree, prefix, ref)
+    if lazy is None:
+        _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
-    fetched = _Fetch(parts, bucket, pool, progress).fetch(plan.rows)
+    if lazy is None:
+        fetched = _Fetch(parts, bucket, pool, progress).fetch(plan)
+    else:
+        _name(parts, bucket, lazy, plan, progress)
+        fetched = 0
     pulled = Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched)
     if plan.is_all:
         return pulled, tree.root
@@ -182,6 +193,39 @@ def _plan(
     return _Plan(rows, agreed, is_all, added, changed, unchanged)
 
 
+# Naming
+
+
+def _name(parts: Parts, bucket: Bucket, remote: str, plan: _Plan, progress: Progress) -> None:
+    """Have all rows' names in the store, and where their blobs are."""
+    for _, row in plan.rows:
+        refuse_pickle(row, bucket)
+    done = 0
+    lock_yield = LockYield()
+    for start in range(0, len(plan.rows), _COMMIT):
+        some = plan.rows[start : start + _COMMIT]
+        specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in some]
+        with parts.index.write() as txn:
+            placed = places.record(txn, [_remote_place(remote, row) for _, row in some])
+            txn.set_entries(specs, placed, time.time())
+        done += len(some)
+        progress(done, len(plan.rows))
+        lock_yield.pause_if_due()
+    # The remote may have other places for bytes that it had lost, or that were pushed again.
+    for start in range(0, len(plan.agreed), _COMMIT):
+        agreed = plan.agreed[start : start + _COMMIT]
+        with parts.index.write() as txn:
+            places.refresh(txn, [_remote_place(remote, row) for row in agreed])
+        lock_yield.pause_if_due()
+
+
+def _remote_place(remote: str, row: Row) -> RemotePlace:
+    place = row.place
+    return RemotePlace(
+        row.digest, remote, place.object, place.offset, place.stored, place.codec, place.frames, row.size
+    )
+
+
 # Fetching
 
 
@@ -194,14 +238,16 @@ class _Fetch:
         self._progress = progress
         self._blobs = BlobFetcher(parts, bucket, pool)
 
-    def fetch(self, rows: list[tuple[str, Row]]) -> int:
+    def fetch(self, plan: _Plan) -> int:
         """Have all rows' blobs and names in the store; returns the bytes that came."""
-        for _, row in rows:
+        for _, row in plan.rows:
             refuse_pickle(row, self._bucket)
         names: dict[bytes, list[tuple[str, Row]]] = defaultdict(list)
-        for name, row in rows:
+        for name, row in plan.rows:
             names[row.digest].append((name, row))
         known = self._known(list(names))
+        rows = plan.rows
+        self._restore([row for row in plan.agreed if row.digest not in names])
         self._commit([(pair, known[pair[1].digest]) for pair in rows if pair[1].digest in known])
         wanted = {digest: pairs[0][1] for digest, pairs in names.items() if digest not in known}
         total = sum(row.place.stored for row in wanted.values())
@@ -224,11 +270,28 @@ class _Fetch:
             self._commit(staged)
         return self._blobs.fetched
 
+    def _restore(self, rows: list[Row]) -> None:
+        """Have the bytes of names that the store has already: those that are away."""
+        known = self._known([row.digest for row in rows])
+        wanted = {row.digest: row for row in rows if row.digest not in known}
+        total, done = sum(row.place.stored for row in wanted.values()), 0
+        batch: list[Staged] = []
+        with ExitStack() as undo, closing(self._blobs.staged(wanted)) as coming:
+            undo.callback(lambda: _discard_all(batch))
+            for row, item in coming:
+                batch.append(item)
+                done += row.place.stored
+                self._progress(done, total)
+                if len(batch) >= _COMMIT or sum(item.stored for item in batch) > 4 * REQUEST_BYTES:
+                    ready, batch = batch, []
+                    self._parts.writer.restore(ready)
+            self._parts.writer.restore(batch)
+
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
         known: dict[bytes, Staged] = {}
         for start in range(0, len(digests), _DIGESTS):
             for digest, blob in self._parts.index.blobs_of(digests[start : start + _DIGESTS]).items():
-                if blob.pack != LOST:
+                if blob.is_here:
                     known[digest] = KnownBlob(blob)
         return known
 
@@ -248,5 +311,9 @@ class _Fetch:
 
 
 def _discard(staged: list[tuple[tuple[str, Row], Staged]]) -> None:
-    for _, item in staged:
+    _discard_all([item for _, item in staged])
+
+
+def _discard_all(items: list[Staged]) -> None:
+    for item in items:
         item.discard()

@@ -37,7 +37,7 @@ from castore.errors import (
 from castore.objects.codecs import CODECS
 from castore.objects.packs import FILE_HEAD, build_record, read_record
 from castore.parts import Parts
-from castore.records import HEAD_SIZE, LOST, Blob, Entry
+from castore.records import AWAY, HEAD_SIZE, Blob, Entry
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import Guard
@@ -323,9 +323,12 @@ class _Sender:
         for start in range(0, len(left), _DIGESTS):
             part = left[start : start + _DIGESTS]
             found = self._parts.index.blobs_of(part)
+            if away := [digest for digest, blob in found.items() if blob.pack == AWAY]:
+                self._parts.source.bring(away)
+                found |= self._parts.index.blobs_of(away)
             for digest in part:
                 blob = found.get(digest)
-                if blob is None or blob.pack == LOST:
+                if blob is None or not blob.is_here:
                     raise RemoteError(
                         f"blob {digest.hex()} was removed from {self._parts.path} while this push read it;"
                         " push again"

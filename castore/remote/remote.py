@@ -16,6 +16,7 @@ from typing import Any
 from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
+from castore.remote.error_values import rebuild
 from castore.remote.keys import check_ref
 from castore.remote.outcomes import (
     Checked,
@@ -28,7 +29,6 @@ from castore.remote.outcomes import (
     RemoteProblem,
     Warmed,
 )
-from castore.remote.process import rebuild
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.units import parse_duration
 
@@ -129,6 +129,7 @@ class Remote:
         prefix: str = "",
         below: str = "",
         replace: bool = False,
+        lazy: bool = False,
         progress: Progress | None = None,
     ) -> Pulled:
         """Bring the names of a ref into the store, and the bytes that the store lacks, each checked.
@@ -139,7 +140,10 @@ class Remote:
             prefix: pull the names at and below it; default all.
             below: a folder of the store that the names come into; default none.
             replace: take the ref's bytes for names that changed both here and there.
-            progress: called with stored bytes that have come, and the stored bytes of all that is fetched.
+            lazy: bring the names alone. Bytes are fetched when somebody reads them; the budget drops them
+                again, and keeps the names.
+            progress: called with stored bytes that have come, and the stored bytes of all that is fetched;
+                with ``lazy`` with numbers of names.
 
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
@@ -152,7 +156,8 @@ class Remote:
             check_name(below.rstrip("/"))
         arguments: dict[str, Any] = {
             "ref": check_ref(ref), "start": commit, "prefix": prefix.rstrip("/"), "below": below.rstrip("/"),
-            "replace": replace, "base": _hex(self._remotes.base(self.name, ref, below.rstrip("/"))),
+            "replace": replace, "lazy": self.name if lazy else None,
+            "base": _hex(self._remotes.base(self.name, ref, below.rstrip("/"))),
         }  # fmt: skip
         self._parts.index.require_writable()
         result = self._call("pull", arguments, progress)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,12 +30,13 @@ from castore.errors import (
 from castore.names import below
 from castore.parts import Parts
 from castore.read.file_tree import HeldBlob
-from castore.records import LOST, Blob, FileRow, entry_check
+from castore.records import Blob, FileRow, entry_check
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.kept import WHOLE_LIMIT, Division, blob_name
+from castore.remote.kept import WHOLE_LIMIT, blob_name, bytes_here
 from castore.remote.keys import check_ref
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.outcomes import Prefetch, Progress, Warmed
+from castore.remote.pack_window import PackWindow
 from castore.remote.page_cache import read_cached
 from castore.remote.pages import Page, Row
 from castore.remote.tree import Tree, difference
@@ -52,9 +52,6 @@ FOLLOW_SECONDS = 2.0
 MOST_CHANGES = 100_000
 # Bytes of decoded pages that are kept, and of a decoded row, measured with tracemalloc.
 _PAGE_BYTES, _ROW_BYTES = 64 << 20, 900
-# Bytes of a pack that the first miss in it fetches, and the most that a later one does: each fetches twice as
-# much as the one before. Packs that are counted at most.
-_WINDOW, _LARGEST_WINDOW, _PACKS = 256 << 10, 8 << 20, 10_000
 _ATTEMPTS = 8
 # Trees of earlier commits that are kept for open files.
 _OLDER = 64
@@ -107,8 +104,7 @@ class RemoteTree:
         self._is_following = is_following
         self._fetcher = FetcherClient(parts.path)
         self._decoded: MemoryLRU[Page] = MemoryLRU(_PAGE_BYTES, _measure)
-        self._misses: Counter[bytes] = Counter()
-        self._lock = threading.Lock()
+        self._windows = PackWindow()
         digest, root, self.time = self._fetcher.call("ref", remote=remote, ref=ref, start=commit)
         #: The commit's digest.
         self.commit: bytes = digest
@@ -224,9 +220,9 @@ class RemoteTree:
         row: Row | None = None
         for _ in range(_ATTEMPTS):
             blob = parts.index.blob(digest)
-            if blob is not None and blob.pack != LOST:
+            if blob is not None and blob.is_here:
                 try:
-                    return parts.source.open(blob, cache)
+                    return parts.source.open_here(blob, cache)
                 except FileNotFoundError:
                     continue
             row = row or self._row(name, digest)
@@ -263,19 +259,13 @@ class RemoteTree:
         """Have a blob in the store, and some of those that lie near it in its pack."""
         rows = [row]
         if row.place.is_packed:
-            with self._lock:
-                if len(self._misses) > _PACKS:
-                    self._misses.clear()
-                self._misses[row.place.object] += 1
-                misses = self._misses[row.place.object]
-            window = min(_WINDOW << min(misses - 1, 16), _LARGEST_WINDOW)
-            start = row.place.offset // window * window
+            start, end = self._windows.around(row.place.object, row.place.offset)
             # Names that are neighbours in the tree are neighbours in a pack: they were pushed together.
             rows += [
                 other
                 for other in self._trees[0].leaf_of(row.name)
                 if other.place.object == row.place.object
-                and start <= other.place.offset < start + window
+                and start <= other.place.offset < end
                 and other.digest != row.digest
             ]
         self._fetcher.call("blobs", remote=self._remote, rows=rows, first=1)
@@ -316,16 +306,9 @@ class RemoteTree:
     def _bytes_here(self, row: Row) -> int:
         """Stored bytes of a blob that the store keeps."""
         blob = self._parts.index.blob(row.digest)
-        if blob is not None and blob.pack != LOST:
+        if blob is not None and blob.is_here:
             return row.place.stored
-        if row.place.stored <= WHOLE_LIMIT:
-            return 0
-        names = [part.name(row.place.object) for part in Division(row.place).parts]
-        found = self._parts.index.find_many(names)
-        # The seek table is in no part, and nobody needs it once all parts are here.
-        if len(found) == len(names):
-            return row.place.stored
-        return sum(one.blob.stored for one in found.values())
+        return bytes_here(self._parts.index, row.place)
 
     # Upkeep
 

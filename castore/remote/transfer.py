@@ -25,10 +25,11 @@ from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.collect import collect
+from castore.remote.error_values import describe
 from castore.remote.metered_bucket import MeteredBucket
 from castore.remote.page_cache import PageCache
 from castore.remote.probe import probe
-from castore.remote.process import describe, open_parts
+from castore.remote.process import open_parts
 from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
 from castore.remote.tree import Tree, difference

@@ -25,6 +25,7 @@ from castore.index.figures import lost_blobs
 from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
 from castore.parts import Parts, object_directory, open_folder, open_parts
+from castore.read.origin import Origin
 from castore.repair import dictionary_repair, journal_check, misplaced_files, rebuild
 from castore.serialize.serializers import SERIALIZERS
 from castore.system import ownership
@@ -91,8 +92,19 @@ def _open(folder: Path) -> Parts:
     store_settings, read_only = open_folder(folder)
     ballast = Ballast(folder / "ballast", store_settings.file_mode)
     return open_parts(
-        folder, store_settings, ballast, collect.make_room, read_only=read_only, memory=0, durable=False
+        folder,
+        store_settings,
+        ballast,
+        collect.make_room,
+        _no_origin,
+        read_only=read_only,
+        memory=0,
+        durable=False,
     )
+
+
+def _no_origin(parts: Parts) -> Origin:
+    raise StoreError("nothing is fetched from a remote while the store is examined")
 
 
 def rebuild_index(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from castore.errors import CorruptError
 from castore.objects.decode import BlobReader
 from castore.objects.packs import read_record
-from castore.records import LOOSE, LOST, Blob
+from castore.records import AWAY, LOOSE, LOST, Blob
 from castore.repair import dictionary_repair
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _ROW_CORRECTED = "the object is intact, and its index row has been corrected"
+_SET_ASIDE = "the object was set aside; a remote has its bytes, and they are fetched when they are read"
 
 
 class Finding(NamedTuple):
@@ -67,6 +68,8 @@ def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], 
     checked = stored = 0
     bad: list[tuple[Blob, str]] = []
     for blob in parts.index.blobs():
+        if blob.pack == AWAY:  # its bytes are checked when they come
+            continue
         if blob.pack != LOST and random.random() >= sample:  # noqa: S311 (nobody guesses against a scrub)
             continue
         why = _check(parts, blob)
@@ -89,7 +92,7 @@ def _check(parts: Parts, blob: Blob) -> str | None:
     if blob.pack == LOST:
         return "it was found damaged or missing before, and has not been put again since"
     try:
-        reader = parts.source.open(blob)
+        reader = parts.source.open_here(blob)
     except FileNotFoundError:
         return _reason_if_lost(parts, blob, "its object is missing")
     try:
@@ -99,7 +102,9 @@ def _check(parts: Parts, blob: Blob) -> str | None:
         return _check_placement(parts, reader)
     except CorruptError as error:
         if parts.source.quarantine(blob, error):
-            return f"{_ROW_CORRECTED}: {error}"
+            now = parts.index.blob(blob.digest)
+            is_away = now is not None and now.pack == AWAY
+            return f"{_SET_ASIDE if is_away else _ROW_CORRECTED}: {error}"
         return _reason_if_lost(parts, blob, str(error))
     finally:
         reader.close()

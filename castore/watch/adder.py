@@ -14,7 +14,7 @@ from typing import NamedTuple
 from castore import Store
 from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.packs import PACK_LIMIT
-from castore.records import LOST, Entry, EntrySpec
+from castore.records import Entry, EntrySpec
 from castore.watch import entry_sources
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.write.batch import Batch, add_staged, commit_checked, staged_file
@@ -61,7 +61,7 @@ def is_current(store: Store, entry: Entry | None, path: str, size: int, mtime_ns
     if (source.get("path"), source.get("mtime_ns"), entry.size) != (path, mtime_ns, size):
         return False
     found = store.find(entry.name)
-    return found is not None and found.blob.pack != LOST
+    return found is not None and found.blob.is_here
 
 
 class Adder:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from castore import Store
 from castore.index.transaction import Write
-from castore.records import LOST, Entry, EntrySpec
+from castore.records import Entry, EntrySpec
 
 _OWN_KEYS = {"link", "was", "mode", "pinned"}
 
@@ -135,7 +135,7 @@ def _set_entry(txn: Write, entry: Entry, metadata: dict[str, Any], created: floa
     text = json.dumps(metadata, sort_keys=True, ensure_ascii=False)
     spec = EntrySpec(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
     blob = txn.blob(bytes.fromhex(entry.digest))
-    if blob is None or blob.pack == LOST:
+    if blob is None or not blob.is_here:
         return False
     # Delete the entry first: re-pointing a name would keep its pin, and its mtime if the bytes are the same.
     txn.delete_entry(entry.name)

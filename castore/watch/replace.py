@@ -27,7 +27,7 @@ import blake3
 
 from castore import Store
 from castore.errors import CastoreError
-from castore.records import LOOSE, LOST, Entry, Mount
+from castore.records import LOOSE, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import entry_sources, link_registry
 from castore.watch.file_lease import (
@@ -143,7 +143,7 @@ def _require_replaceable(file: Snapshot) -> None:
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
     """Sync the object to the disk: another process may have put it. The index is durable already."""
     blob = store.blob(entry.digest)
-    if blob is None or blob.pack == LOST:
+    if blob is None or not blob.is_here:
         raise FileBusyError(entry.name)
     path = Path(store.path_of(blob))
     for one in {path, path.parent} - synced:

@@ -14,7 +14,7 @@ from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import build_record
-from castore.records import HEAD_SIZE, LOST, Blob
+from castore.records import HEAD_SIZE, Blob
 from castore.write.open_pack import OpenPack, Vanished
 
 
@@ -58,7 +58,7 @@ class KnownBlob(NamedTuple):
     def place(self, txn: Write) -> tuple[Blob, bool]:
         """See `Staged`."""
         known = txn.blob(self.blob.digest)
-        if known is None or known.pack == LOST:
+        if known is None or not known.is_here:
             raise Vanished
         return known, False
 
@@ -94,14 +94,14 @@ class SmallBlob:
         # INSERT before SELECT, as most blobs are new. But if no pack is open, look up first: known bytes need
         # no pack.
         known = None if self._pack.is_begun else txn.blob(digest)
-        if known is not None and known.pack != LOST:
+        if known is not None and known.is_here:
             return known, False
         while True:
             placed = self.append(txn)
             if txn.add_blob(placed):
                 return placed, True
             known = txn.blob(digest)
-            if known is not None and known.pack != LOST:
+            if known is not None and known.is_here:
                 self._pack.undo_append()
                 return known, False
             if known is not None and txn.move_blob(placed):
@@ -145,7 +145,7 @@ class LargeBlob:
         known = txn.blob(self.digest)
         if known is None:
             txn.add_blob(self._blob, self._checksums)
-        elif known.pack == LOST:
+        elif not known.is_here:
             txn.move_blob(self._blob, self._checksums)
         else:
             return known, False
@@ -177,7 +177,7 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
         blob = added.get(digest)
         if blob is not None:
             placed.append((blob, small[digest] is item))
-        elif (blob := known.get(digest)) is not None and blob.pack != LOST:
+        elif (blob := known.get(digest)) is not None and blob.is_here:
             placed.append((blob, False))
         else:
             placed.append(item.place(txn))

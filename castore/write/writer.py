@@ -21,6 +21,7 @@ from typing import Protocol
 import blake3
 
 from castore.errors import FullError, InvalidValueError, TooLargeError
+from castore.index import places
 from castore.index.database import Index
 from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE, Buffer
@@ -38,7 +39,7 @@ from castore.objects.encode import (
     slices,
 )
 from castore.objects.packs import PACK_LIMIT
-from castore.records import LOOSE, LOST, Blob, Entry, EntrySpec
+from castore.records import AWAY, LOOSE, Blob, Entry, EntrySpec
 from castore.units import format_size
 from castore.write.incoming import IncomingBlob, write_all
 from castore.write.open_pack import OpenPack
@@ -187,7 +188,7 @@ class BlobWriter:
     def stage_known(self, digest: bytes) -> KnownBlob | None:
         """A blob that the store has already; None if it is missing or damaged."""
         blob = self._index.blob(digest)
-        return None if blob is None or blob.pack == LOST else KnownBlob(blob)
+        return KnownBlob(blob) if blob is not None and blob.is_here else None
 
     def stage_file(
         self,
@@ -256,18 +257,35 @@ class BlobWriter:
             Vanished: a known blob was removed; stage again with ``reuse=False``.
         """
         try:
-            if self._max_size is not None:
-                self._check_budget(staged, self._max_size)
+            self._check_budget([(spec.name, item) for spec, item in staged])
             return self._index.transact(partial(_place, staged, time.time(), on_begin))
         finally:
             for _, item in staged:
                 item.discard()
 
-    def _check_budget(self, staged: Sequence[tuple[EntrySpec, Staged]], max_size: int) -> None:
-        for spec, item in staged:
+    def restore(self, staged: Sequence[Staged]) -> None:
+        """Place the bytes of blobs that are away. Blobs that no name points to by now are passed over.
+
+        Raises:
+            TooLargeError, FullError: as for `commit`.
+        """
+        if not staged:
+            return
+        try:
+            self._check_budget([(f"blob {item.digest.hex()}", item) for item in staged])
+            self._index.transact(partial(_place_known, staged))
+        finally:
+            for item in staged:
+                item.discard()
+
+    def _check_budget(self, staged: Sequence[tuple[str, Staged]]) -> None:
+        max_size = self._max_size
+        if max_size is None:
+            return
+        for name, item in staged:
             if item.stored > max_size:
                 raise TooLargeError(
-                    f"{spec.name!r} takes {format_size(item.stored)}, more than the whole store may hold"
+                    f"{name!r} takes {format_size(item.stored)}, more than the whole store may hold"
                     f" ({format_size(max_size)}); raise the budget with `castore init --max-size`"
                 )
         need = sum(item.stored for _, item in staged)
@@ -298,13 +316,22 @@ def _place(
     ]
 
 
+def _place_known(staged: Sequence[Staged], txn: Write) -> None:
+    known = txn.blobs([item.digest for item in staged])
+    for item in staged:
+        if item.digest in known:
+            item.place(txn)
+    places.note_fetched(txn, known)
+
+
 def _make_entry(spec: EntrySpec, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
     name, serializer, metadata, expires, _ = spec
     decoded = json.loads(metadata) if metadata else {}
     digest = blob.digest.hex()
     return Entry(
-        name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned
-    )
+        name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned,
+        blob.pack == AWAY,
+    )  # fmt: skip
 
 
 def open_source(path: str | os.PathLike[str]) -> int:

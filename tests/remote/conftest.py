@@ -4,6 +4,7 @@ which is started once, when the first test asks for it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from castore.remote.outcomes import Pulled, Pushed
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import pull
 from castore.remote.push import push
-from tests.remote import servers
+from tests.remote import nodes, servers
 from tests.remote.servers import Place
 
 #: Names and bytes of a store.
@@ -48,11 +49,11 @@ class Node:
 
     def pull(
         self, prefix: str = "", *, ref: str = "main", start: str | None = None, below: str = "",
-        replace: bool = False,
+        replace: bool = False, lazy: str | None = None,
     ) -> Pulled:  # fmt: skip
         pulled, base = pull(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start, prefix=prefix,
-            below=below, replace=replace, base=None if below else self.base,
+            below=below, replace=replace, lazy=lazy, base=None if below else self.base,
             progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
         if not below:
@@ -122,3 +123,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A folder that stores share."""
     with servers.folder(tmp_path_factory.mktemp("folder")) as place:
         yield place
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """A store whose names are in `main` of the remote `team`, a copied."""
+    place = tmp_path_factory.mktemp("pushed")
+    with Store(place / "one") as one:
+        one.put_many(nodes.CONTENTS.items())
+        one.add_remote("team", (place / "bucket").as_uri()).push()
+        yield one
+
+
+@pytest.fixture
+def copied(pushed: Store, tmp_path: Path) -> Path:
+    """A bucket of the test's own, with the same names."""
+    shutil.copytree(pushed.path.with_name("bucket"), tmp_path / "bucket")
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def other(copied: Path, tmp_path: Path) -> Iterator[Store]:
+    """A node that has nothing yet."""
+    with nodes.node(tmp_path / "other", copied.as_uri()) as store:
+        yield store

@@ -61,7 +61,7 @@ from castore.system.temporary import leftover_files
 from castore.write.writer import BlobWriter
 from tests.helpers import agrees_with_disk, flip, noise, object_files, records, text
 from tests.mount.conftest import until
-from tests.remote.fetchers import ask_once, end_fetcher, fetchers
+from tests.remote.nodes import ask_once, end_fetcher, fetchers
 from tests.remote.test_kills import check_refs
 from tests.torture.kills import Stop, after, before, killed
 from tests.torture.windows import ahead, strays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -15,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,84 +29,13 @@ from castore.remote.messages import SOCKET
 from castore.remote.pages import FRAME
 from castore.system.local_sockets import address
 from castore_fuse import MountError
-from tests.helpers import agrees_with_disk, flip, in_processes, noise, text
+from tests.helpers import agrees_with_disk, flip, in_processes
 from tests.mount.conftest import forget_pages, until
-from tests.remote.fetchers import end_fetcher, fetchers
+from tests.remote.nodes import CONTENTS, end_fetcher, fails, fetchers, here, node, read
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
 ALWAYS = 100_000
-#: Contents of every kind: in packs, of their own, in parts, empty, raw, deep.
-CONTENTS = (
-    {f"small/{number:03d}": text(3000, number) for number in range(200)}
-    | {f"deep/{number}/a/b/c": noise(50, number) for number in range(20)}
-    | {
-        "empty": b"",
-        "one": b"1",
-        "middle": noise(2 << 20),
-        "large": noise(12 << 20, 7),
-        "dup": noise(2 << 20),
-    }
-    | {"text": noise(8 << 20, 3).hex().encode()}
-)
-
-
-@pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store whose names are in `main` of the remote `team`, a folder."""
-    folder = tmp_path_factory.mktemp("pushed")
-    with Store(folder / "one") as one:
-        one.put_many(CONTENTS.items())
-        one.add_remote("team", (folder / "bucket").as_uri()).push()
-        yield one
-
-
-@pytest.fixture
-def bucket(pushed: Store, tmp_path: Path) -> Path:
-    """A bucket of the test's own, with the same names."""
-    shutil.copytree(pushed.path.with_name("bucket"), tmp_path / "bucket")
-    return tmp_path / "bucket"
-
-
-@contextmanager
-def node(path: Path, url: str, **options: object) -> Iterator[Store]:
-    """A store that knows the remote, and that no process uses at the end."""
-    with Store(path, **options) as store:  # type: ignore[arg-type]
-        store.add_remote("team", url, read_only=True)
-        try:
-            yield store
-        finally:
-            end_fetcher(store)
-
-
-@pytest.fixture
-def other(bucket: Path, tmp_path: Path) -> Iterator[Store]:
-    """A node that has nothing yet."""
-    with node(tmp_path / "other", bucket.as_uri()) as store:
-        yield store
-
-
-def read(root: Path) -> dict[str, bytes]:
-    """All files below a mount."""
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
-    }
-
-
-def fails(use: Callable[[], object]) -> bool:
-    """Whether bytes that cannot be had are an I/O error, as the kernel tells it."""
-    try:
-        use()
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        return True
-    return False
-
-
-def here(path: Path) -> int:
-    """Stored bytes of a file that the store keeps."""
-    return int(os.getxattr(path, "user.castore.here"))
 
 
 # Reading
@@ -127,23 +55,23 @@ def test_every_file_of_a_mounted_ref_is_there_before_any_byte_is(other: Store) -
     agrees_with_disk(other)
 
 
-def test_what_was_read_is_read_from_here_when_the_remote_is_gone(other: Store, bucket: Path) -> None:
+def test_what_was_read_is_read_from_here_when_the_remote_is_gone(other: Store, copied: Path) -> None:
     with castore_fuse.mounted(other, remote="team") as root:
         assert read(root) == CONTENTS
-        shutil.rmtree(bucket)
+        shutil.rmtree(copied)
         for path in root.rglob("*"):
             if path.is_file():
                 forget_pages(path)
         assert read(root) == CONTENTS
 
 
-def test_a_prefix_and_an_older_commit_are_mounted(pushed: Store, bucket: Path, tmp_path: Path) -> None:
+def test_a_prefix_and_an_older_commit_are_mounted(pushed: Store, copied: Path, tmp_path: Path) -> None:
     with (
-        node(tmp_path / "writer", bucket.as_uri()) as writer,
-        node(tmp_path / "b", bucket.as_uri()) as reader,
+        node(tmp_path / "writer", copied.as_uri()) as writer,
+        node(tmp_path / "b", copied.as_uri()) as reader,
     ):
         writer.remove_remote("team")
-        team = writer.add_remote("team", bucket.as_uri())
+        team = writer.add_remote("team", copied.as_uri())
         team.pull()
         old = team.log()[0].commit
         writer.put("small/000", b"new")
@@ -159,7 +87,7 @@ def test_a_prefix_and_an_older_commit_are_mounted(pushed: Store, bucket: Path, t
 
 
 def test_names_of_kept_bytes_are_in_no_listing_and_do_not_travel(
-    other: Store, bucket: Path, tmp_path: Path
+    other: Store, copied: Path, tmp_path: Path
 ) -> None:
     other.put("!first", b"1")
     other.put("mine", b"2")
@@ -208,10 +136,10 @@ def test_processes_that_read_one_file_cold_fetch_it_once(
 # The budget
 
 
-def test_the_budget_holds_and_keeps_the_names(bucket: Path, tmp_path: Path) -> None:
+def test_the_budget_holds_and_keeps_the_names(copied: Path, tmp_path: Path) -> None:
     budget = 8 << 20
     # The store is made with this budget, so the processes of a mount have it too.
-    with node(tmp_path / "small", bucket.as_uri(), max_size=budget) as store:
+    with node(tmp_path / "small", copied.as_uri(), max_size=budget) as store:
         with castore_fuse.mounted(store, remote="team") as root:
             for _ in range(2):
                 for name, data in CONTENTS.items():
@@ -288,9 +216,9 @@ def test_a_damaged_page_is_fetched_again(other: Store) -> None:
         assert (root / "one").read_bytes() == b"1"
 
 
-def test_a_bucket_that_lies_gives_an_error_and_never_other_bytes(other: Store, bucket: Path) -> None:
+def test_a_bucket_that_lies_gives_an_error_and_never_other_bytes(other: Store, copied: Path) -> None:
     chance = random.Random(1)
-    objects = list((bucket / "objects").glob("??/*")) + list((bucket / "packs").iterdir())
+    objects = list((copied / "objects").glob("??/*")) + list((copied / "packs").iterdir())
     for path in objects:
         for _ in range(3):
             flip(path, chance.randrange(path.stat().st_size))
@@ -307,8 +235,8 @@ def _check(path: Path, data: bytes) -> None:
     assert path.read_bytes() == data, path
 
 
-def test_swapped_and_cut_objects_give_an_error(other: Store, bucket: Path) -> None:
-    objects = sorted((bucket / "objects").glob("??/*"), key=lambda path: path.stat().st_size)
+def test_swapped_and_cut_objects_give_an_error(other: Store, copied: Path) -> None:
+    objects = sorted((copied / "objects").glob("??/*"), key=lambda path: path.stat().st_size)
     data = [path.read_bytes() for path in objects]
     for path, other_data in zip(objects, [*data[1:], data[0][: len(data[0]) // 2]], strict=True):
         path.write_bytes(other_data)
@@ -318,8 +246,8 @@ def test_swapped_and_cut_objects_give_an_error(other: Store, bucket: Path) -> No
         assert (root / "small/000").read_bytes() == CONTENTS["small/000"]
 
 
-def test_a_tree_that_lies_gives_an_error(other: Store, bucket: Path) -> None:
-    for path in (bucket / "trees").iterdir():
+def test_a_tree_that_lies_gives_an_error(other: Store, copied: Path) -> None:
+    for path in (copied / "trees").iterdir():
         flip(path, path.stat().st_size // 2)
     with castore_fuse.mounted(other, remote="team") as root:
         assert fails(lambda: os.listdir(root))
@@ -509,10 +437,10 @@ def test_credentials_that_expire_are_an_error_until_they_are_renewed(
 
 
 @pytest.fixture
-def writer(bucket: Path, tmp_path: Path) -> Iterator[Store]:
+def writer(copied: Path, tmp_path: Path) -> Iterator[Store]:
     """A node that has all names of the bucket, and pushes."""
     with Store(tmp_path / "writer") as store:
-        store.add_remote("team", bucket.as_uri()).pull()
+        store.add_remote("team", copied.as_uri()).pull()
         yield store
 
 
@@ -552,13 +480,13 @@ def test_a_mount_that_does_not_follow_stays_at_its_commit(writer: Store, other: 
 
 
 def test_a_mount_that_follows_outlives_a_remote_that_is_gone_for_a_while(
-    writer: Store, other: Store, bucket: Path
+    writer: Store, other: Store, copied: Path
 ) -> None:
     with castore_fuse.mounted(other, remote="team", follow=True) as root:
         assert (root / "one").read_bytes() == b"1"
-        bucket.rename(bucket.with_name("away"))
+        copied.rename(copied.with_name("away"))
         assert (root / "one").read_bytes() == b"1"
-        bucket.with_name("away").rename(bucket)
+        copied.with_name("away").rename(copied)
         writer.put("one", b"two")
         writer.remote("team").push()
         until(lambda: (root / "one").read_bytes() == b"two")

@@ -19,7 +19,7 @@ from castore.remote.folder_bucket import FolderBucket
 from castore.remote.metered_bucket import BURST_SECONDS, MeteredBucket
 from tests.helpers import noise
 from tests.mount.conftest import until
-from tests.remote.fetchers import end_fetcher
+from tests.remote.nodes import end_fetcher
 
 
 class Counting(FolderBucket):

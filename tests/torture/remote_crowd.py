@@ -109,7 +109,7 @@ def _push(place: Place, number: int, chance: random.Random) -> None:
             for name in [*chance.sample(names, 2), *[SHARED] * (chance.random() < 0.3)]:
                 store.put(name, value(name, _version(store, name) + 1))
             if chance.random() < 0.5:  # bytes that the remote has had, and that may be condemned
-                store.put(f"again{number}/3", value(f"again{number}/3", chance.randrange(3)))
+                store.put(f"again{number}/3", value(f"again{number}/3", chance.randrange(1, 4)))
             versions = {name: found for name in [*names, SHARED] if (found := _version(store, name))}
             try:
                 team.push()
@@ -146,7 +146,7 @@ def _pull(place: Place, number: int, chance: random.Random) -> None:
             except RemoteError as error:
                 place.log(number, "interrupted", why=str(error))
             for name in store:
-                _version(store, name)
+                assert _version(store, name) > 0
             if chance.random() < 0.2:
                 store.gc(grace=0)
 
@@ -394,7 +394,7 @@ def _check(place: Place) -> None:
     for number in range(place.nodes):
         with Store(place.node(number), memory=0) as store:
             for name in store:
-                _version(store, name)
+                assert _version(store, name) > 0
             agrees_with_disk(store)
         assert all(finding.mended for finding in doctor.examine(place.node(number)))
         assert doctor.examine(place.node(number)) == []

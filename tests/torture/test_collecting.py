@@ -77,7 +77,7 @@ class Cast:
         with suppress(ConflictError, RemoteMissingError):
             pull(
                 self.reader.parts, bucket, self._pages(self.reader, bucket), Inline(), ref=ref, start=None,
-                prefix="", below="", replace=True, base=None, progress=lambda *bytes_: None,
+                prefix="", below="", replace=True, lazy=None, base=None, progress=lambda *bytes_: None,
             )  # fmt: skip
 
     def close(self) -> None:

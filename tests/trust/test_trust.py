@@ -74,7 +74,7 @@ def test_a_reader_that_loses_its_descriptor_does_not_cost_the_object_its_place(
     store.put("a", data, codec=codec)
     found = store.index.find("a")
     assert found is not None
-    reader = store.source.open(found.blob)
+    reader = store.source.open_here(found.blob)
     os.close(reader._fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         reader.read(0, 100)

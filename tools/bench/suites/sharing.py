@@ -194,7 +194,7 @@ def _open_own(folder: Path, size: int) -> _OwnFrames:
     store = castore.Store(folder, memory=0)
     found = store.index.find(_NAME)
     assert found is not None
-    return _OwnFrames(store.source.open(found.blob, cache=MemoryLRU(size)))
+    return _OwnFrames(store.source.open_here(found.blob, cache=MemoryLRU(size)))
 
 
 def _memory(crews: dict[str, Crew]) -> Study:

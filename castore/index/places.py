@@ -1,0 +1,175 @@
+"""Where in remotes the bytes of blobs are: the tables `places` and `origins`.
+
+A blob that has a place may be away: its names stay, and its bytes are fetched when somebody reads them. They
+may go again whenever the budget wants their room. A row of `places` stays as long as its blob's row, and a
+row of `origins` stands for an object of a remote. Nothing here fetches anything.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from castore.index.database import Index
+from castore.index.transaction import Write
+from castore.records import AWAY, LOST, Blob
+
+_PLACE = "p.digest, o.remote, o.object, p.offset, p.stored, p.codec, p.frames, b.size"
+_FROM = "FROM places p JOIN origins o ON o.id = p.origin JOIN blobs b ON b.digest = p.digest"
+_AMONG = f"SELECT {_PLACE} {_FROM} WHERE p.digest IN (%s)"
+_NEAR = (
+    f"SELECT {_PLACE} {_FROM} WHERE p.origin = (SELECT id FROM origins WHERE object = ? AND remote = ?)"
+    f" AND p.offset >= ? AND p.offset < ? AND b.pack = {AWAY} ORDER BY p.offset LIMIT ?"
+)
+_ADD_ORIGIN = "INSERT INTO origins (remote, object) VALUES (?, ?) ON CONFLICT DO NOTHING"
+_SET_PLACE = (
+    "INSERT INTO places (digest, origin, offset, stored, codec, frames)"
+    " VALUES (?1, (SELECT id FROM origins WHERE object = ?3 AND remote = ?2), ?4, ?5, ?6, ?7)"
+    " ON CONFLICT (digest) DO UPDATE SET origin = excluded.origin, offset = excluded.offset,"
+    " stored = excluded.stored, codec = excluded.codec, frames = excluded.frames"
+)
+_UNUSED_ORIGINS = "DELETE FROM origins WHERE NOT EXISTS (SELECT 1 FROM places WHERE origin = origins.id)"
+_COUNT_AWAY = (
+    "SELECT count(*), coalesce(sum(b.size), 0), coalesce(sum(p.stored), 0)"
+    " FROM places p JOIN blobs b ON b.digest = p.digest"
+    f" WHERE b.pack = {AWAY}"
+)
+_IN_REMOTE = (
+    f"SELECT 1 FROM blobs b JOIN places p ON p.digest = b.digest JOIN origins o ON o.id = p.origin"
+    f" WHERE b.pack = {AWAY} AND o.remote = ? LIMIT 1"
+)
+
+_NAMES = (
+    "SELECT name, accessed FROM entries WHERE name IN (SELECT value FROM json_each(?)) AND digest = ?"
+    " AND pinned = 0"
+)
+_REFS = "SELECT refs FROM blobs b JOIN places p ON p.digest = b.digest WHERE b.digest = ?"
+
+
+class RemotePlace(NamedTuple):
+    """Where a blob lies in a remote.
+
+    Attributes:
+        digest: of the blob, 32 raw bytes.
+        remote: its name in this store.
+        object: BLAKE3 of the remote's object, 32 raw bytes.
+        offset: of the blob in a pack; 0 if the object is the blob's own.
+        stored: length in bytes as stored there.
+        codec: of the stored bytes.
+        frames: length and digest of each stored frame, as trees of remotes have them (remote/pages.py).
+        size: of the blob, uncompressed.
+    """
+
+    digest: bytes
+    remote: str
+    object: bytes
+    offset: int
+    stored: int
+    codec: str
+    frames: bytes
+    size: int
+
+
+class AwayBlobs(NamedTuple):
+    """Blobs whose bytes are only in remotes; parts of large ones may be here.
+
+    Attributes:
+        blobs: their number.
+        size: their bytes, uncompressed.
+        stored: the same, as stored there.
+    """
+
+    blobs: int
+    size: int
+    stored: int
+
+
+def of_blobs(index: Index, digests: Sequence[bytes]) -> dict[bytes, RemotePlace]:
+    """The places of up to a thousand blobs. Blobs without one are left out."""
+    rows = index.file.rows(_AMONG % ",".join("?" * len(digests)), digests)
+    return {row[0]: RemotePlace._make(row) for row in rows}
+
+
+def near(index: Index, place: RemotePlace, start: int, end: int, limit: int) -> list[RemotePlace]:
+    """The places of blobs that are away, and lie in the same object between two offsets, in their order."""
+    rows = index.file.rows(_NEAR, (place.object, place.remote, start, end, limit))
+    return list(map(RemotePlace._make, rows))
+
+
+def record(txn: Write, places: Iterable[RemotePlace]) -> list[tuple[Blob, bool]]:
+    """Record where blobs are; those whose bytes are not here are away from now on.
+
+    Returns:
+        For each place the blob, and whether its row is new. `Write.set_entry` of its name must follow then.
+    """
+    found: list[tuple[Blob, bool]] = []
+    for place in places:
+        away = Blob(place.digest, place.size, 0, place.codec, AWAY, 0)
+        is_new = txn.add_blob(away)
+        blob = away if is_new else txn.blob(place.digest)
+        assert blob is not None
+        if blob.pack == LOST:
+            txn.move_blob(away)
+            blob = away
+        _set(txn, place)
+        found.append((blob, is_new))
+    return found
+
+
+def refresh(txn: Write, places: Iterable[RemotePlace]) -> None:
+    """Record where blobs are whose rows the index has; others are passed over."""
+    for place in places:
+        blob = txn.blob(place.digest)
+        if blob is not None:
+            if blob.pack == LOST:
+                txn.move_blob(Blob(place.digest, place.size, 0, place.codec, AWAY, 0))
+            _set(txn, place)
+
+
+def _set(txn: Write, place: RemotePlace) -> None:
+    txn.execute(_ADD_ORIGIN, (place.remote, place.object))
+    txn.execute(_SET_PLACE, place[:-1])
+
+
+def note_fetched(txn: Write, digests: Iterable[bytes]) -> None:
+    """Note that bytes have just come: gc takes what came or was read longest ago."""
+    now = time.time()
+    txn.executemany("UPDATE places SET fetched = ?2 WHERE digest = ?1", ((digest, now) for digest in digests))
+
+
+def send_away(txn: Write, names: Mapping[bytes, Mapping[str, float]]) -> list[Blob]:
+    """Record that blobs are away whose bytes the caller then removes, unless they were used or pinned since.
+
+    Args:
+        names: for each digest all names of the blob that gc saw, with their last accesses.
+
+    Returns:
+        The blobs as they were.
+    """
+    gone: list[Blob] = []
+    for digest, seen in names.items():
+        blob = txn.blob(digest)
+        rows = txn.execute(_NAMES, (json.dumps(list(seen)), digest)).fetchall()
+        counted = txn.execute(_REFS, (digest,)).fetchone()
+        is_idle = dict(rows) == dict(seen) and counted is not None and counted[0] == len(seen)
+        if blob is not None and blob.is_here and is_idle:
+            txn.move_blob(Blob(digest, blob.size, 0, blob.codec, AWAY, 0))
+            gone.append(blob)
+    return gone
+
+
+def drop_unused(txn: Write) -> None:
+    """Forget objects of remotes in which no blob is."""
+    txn.execute(_UNUSED_ORIGINS)
+
+
+def count_away(index: Index) -> AwayBlobs:
+    """How much is away. Reads the row of each place."""
+    return AwayBlobs(*map(int, index.file.one(_COUNT_AWAY)))
+
+
+def is_needed(index: Index, remote: str) -> bool:
+    """Whether some bytes are in a remote alone, as far as this store knows."""
+    return index.file.one(_IN_REMOTE, (remote,)) is not None

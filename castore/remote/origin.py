@@ -1,0 +1,149 @@
+"""The origin of blobs whose bytes are only in remotes: the store's fetcher brings them when they are read.
+
+A small blob comes whole, with some that lie near it in its pack, and a large one in parts, as through a
+mounted remote. Nothing here knows names: the index says where a blob is (index/places.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from castore.errors import (
+    CastoreError,
+    CorruptError,
+    NotFoundError,
+    RemoteError,
+    RemoteMissingError,
+    StoreError,
+)
+from castore.index import places
+from castore.index.places import RemotePlace
+from castore.parts import Parts
+from castore.records import Blob
+from castore.remote.fetcher_client import FetcherClient
+from castore.remote.kept import WHOLE_LIMIT, bytes_here
+from castore.remote.lazy_reader import LazyReader
+from castore.remote.pack_window import PackWindow
+from castore.remote.pages import Place, Row
+from castore.system.forks import reset_after_fork
+from castore.system.ram_cache import MemoryLRU
+
+log = logging.getLogger("castore")
+
+# Blobs asked for at once, and most that come along with one.
+_BATCH, _NEIGHBOURS = 500, 1000
+
+
+class RemoteOrigin:
+    """See `castore.read.origin.Origin`.
+
+    Args:
+        parts: of the store. They read no blob of their own through this origin.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._fetcher = FetcherClient(parts.path)
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._windows = PackWindow()
+        self._background: ThreadPoolExecutor | None = None
+
+    def bring(self, digests: Sequence[bytes]) -> None:
+        """See `Origin`."""
+        if len(digests) == 1:
+            place = self._place(digests[0])
+            self._fetch(place.remote, [place, *self._neighbours(place)], first=1)
+            return
+        for start in range(0, len(digests), _BATCH):
+            by_remote: dict[str, list[RemotePlace]] = defaultdict(list)
+            for place in places.of_blobs(self._parts.index, digests[start : start + _BATCH]).values():
+                by_remote[place.remote].append(place)
+            for remote, some in by_remote.items():
+                self._fetch(remote, some, first=len(some))
+
+    def describe(self, digest: bytes) -> dict[str, str]:
+        """See `Origin`."""
+        place = places.of_blobs(self._parts.index, [digest]).get(digest)
+        if place is None:
+            return {}
+        here = bytes_here(self._parts.index, _row(place).place)
+        return {"stored": str(place.stored), "remote": place.remote, "here": str(here)}
+
+    def open(self, blob: Blob, cache: MemoryLRU[bytes] | None) -> LazyReader | None:
+        """See `Origin`."""
+        place = self._place(blob.digest)
+        if place.stored > WHOLE_LIMIT:
+            self._require_writable(place.remote)
+            return LazyReader(self._parts, self._fetcher, self._hint, place.remote, _row(place), cache)
+        self.bring([blob.digest])
+        return None
+
+    def _place(self, digest: bytes) -> RemotePlace:
+        place = places.of_blobs(self._parts.index, [digest]).get(digest)
+        if place is None:
+            raise FileNotFoundError(f"the index does not say where the bytes of blob {digest.hex()} are")
+        return place
+
+    def _neighbours(self, place: RemotePlace) -> list[RemotePlace]:
+        """Blobs that lie near another one in its pack: they were pushed together, and are read together."""
+        if not place.offset:
+            return []
+        start, end = self._windows.around(place.object, place.offset)
+        found = places.near(self._parts.index, place, start, end, _NEIGHBOURS)
+        return [other for other in found if other.digest != place.digest]
+
+    def _fetch(self, remote: str, some: list[RemotePlace], first: int) -> None:
+        self._require_writable(remote)
+        with _misses(remote):
+            self._fetcher.call("blobs", remote=remote, rows=[_row(place) for place in some], first=first)
+
+    def _require_writable(self, remote: str) -> None:
+        try:
+            self._parts.index.require_writable()
+        except StoreError as error:
+            raise RemoteError(
+                f"bytes that are only in remote {remote!r} cannot be kept: {error};"
+                " read them as a user who may write to the store"
+            ) from error
+
+    def _hint(self, work: Callable[[], object]) -> None:
+        """Do some work later that saves time."""
+        with self._lock:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, "castore-ahead")
+            background = self._background
+        background.submit(_try, work)
+
+
+def _try(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except CastoreError as error:  # whoever needs it gets the error
+        log.debug("not fetched ahead: %s", error)
+
+
+@contextmanager
+def _misses(remote: str) -> Iterator[None]:
+    """Bytes that the remote has no more, or has damaged, are a miss, as damaged ones of the store are."""
+    try:
+        yield
+    except (RemoteMissingError, CorruptError) as error:
+        log.warning("bytes that are only in remote %r cannot be had: %s", remote, error)
+        raise FileNotFoundError(f"remote {remote!r} has lost bytes: {error}") from error
+    except NotFoundError as error:
+        raise RemoteError(f"bytes are only in remote {remote!r}, and {error}") from error
+
+
+def _row(place: RemotePlace) -> Row:
+    where = Place(place.object, place.offset, place.stored, place.codec, place.frames)
+    name = f"blob {place.digest.hex()}"
+    return Row(name, place.digest, place.size, "bytes", None, 0.0, None, where)

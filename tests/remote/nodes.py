@@ -1,0 +1,96 @@
+"""Nodes that know one remote, what it has, and what a node does with it. For tests of lazy reading."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from castore import Store
+from castore.remote.messages import SOCKET, receive, send
+from castore.system.local_sockets import address
+from castore.system.temporary import is_running
+from tests.helpers import noise, text
+from tests.mount.conftest import until
+
+#: Contents of every kind: in packs, of their own, in parts, empty, raw, deep.
+CONTENTS = (
+    {f"small/{number:03d}": text(3000, number) for number in range(200)}
+    | {f"deep/{number}/a/b/c": noise(50, number) for number in range(20)}
+    | {
+        "empty": b"",
+        "one": b"1",
+        "middle": noise(2 << 20),
+        "large": noise(12 << 20, 7),
+        "dup": noise(2 << 20),
+    }
+    | {"text": noise(8 << 20, 3).hex().encode()}
+)
+
+
+@contextmanager
+def node(path: Path, url: str, **options: object) -> Iterator[Store]:
+    """A store that knows the remote, and that no process uses at the end."""
+    with Store(path, **options) as store:  # type: ignore[arg-type]
+        store.add_remote("team", url, read_only=True)
+        try:
+            yield store
+        finally:
+            end_fetcher(store)
+
+
+def fetchers(store: Store) -> list[int]:
+    """The processes that fetch for a store."""
+    words = b"castore.remote.fetcher\0" + os.fsencode(store.path) + b"\0"
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit() and words in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def end_fetcher(store: Store) -> None:
+    for pid in fetchers(store):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
+
+
+def ask_once(store: Path, message: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of the fetcher that listens, or None if it ends without one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with address(store / SOCKET) as short:
+            connection.connect(short)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            send(connection, message)
+            return receive(connection)
+    return None
+
+
+def read(root: Path) -> dict[str, bytes]:
+    """All files below a mount."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def fails(use: Callable[[], object]) -> bool:
+    """Whether bytes that cannot be had are an I/O error, as the kernel tells it."""
+    try:
+        use()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return True
+    return False
+
+
+def here(path: Path) -> int:
+    """Stored bytes of a file that the store keeps."""
+    return int(os.getxattr(path, "user.castore.here"))

@@ -1,0 +1,231 @@
+"""A lazy pull brings names alone: bytes come when they are read, go when the budget wants their room, come again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import castore_fuse
+from castore import Store
+from castore.errors import InvalidValueError, NotFoundError, RemoteError
+from tests.helpers import agrees_with_disk, flip, in_processes, noise
+from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
+
+
+@pytest.fixture
+def lazy(other: Store) -> Store:
+    """A node that has pulled names, and no bytes."""
+    pulled = other.pull(remote="team", lazy=True)
+    assert (pulled.added, pulled.fetched) == (len(CONTENTS), 0)
+    return other
+
+
+def test_names_are_there_before_any_byte_is(lazy: Store) -> None:
+    assert set(lazy) == set(CONTENTS)
+    assert len(lazy) == len(CONTENTS)
+    assert lazy.totals().stored == 0
+    assert not fetchers(lazy)
+    for entry in lazy.entries():
+        assert (entry.size, entry.stored, entry.away) == (len(CONTENTS[entry.name]), 0, True)
+    assert "large" in lazy
+    assert lazy.stat().away.blobs == len({bytes(data) for data in CONTENTS.values()})
+    agrees_with_disk(lazy)
+
+
+def _get(store: Store) -> dict[str, bytes | None]:
+    return {name: store.get(name) for name in store}
+
+
+def _get_many(store: Store) -> dict[str, bytes | None]:
+    return dict(zip(store, store.get_many(list(store)), strict=True))
+
+
+def _open(store: Store) -> dict[str, bytes | None]:
+    found: dict[str, bytes | None] = {}
+    for name in store:
+        with store.open(name) as file:
+            found[name] = file.read(100_000) + file.read()
+    return found
+
+
+def _open_blob(store: Store) -> dict[str, bytes | None]:
+    found: dict[str, bytes | None] = {}
+    for entry in store.entries():
+        with store.open_blob(entry.digest) as blob:
+            found[entry.name] = b"".join(blob.pieces())
+    return found
+
+
+def _mount(store: Store) -> dict[str, bytes | None]:
+    with castore_fuse.mounted(store) as root:
+        return dict(read(root))
+
+
+def _fsspec(store: Store) -> dict[str, bytes | None]:
+    import fsspec
+
+    system = fsspec.filesystem("castore", store=str(store.path))
+    return {name: system.cat_file(name) for name in system.find("")}
+
+
+@pytest.mark.parametrize("read_all", [_get, _get_many, _open, _open_blob, _mount, _fsspec])
+def test_every_way_to_read_brings_the_bytes(
+    lazy: Store, copied: Path, read_all: Callable[[Store], dict[str, bytes | None]]
+) -> None:
+    assert read_all(lazy) == CONTENTS
+    agrees_with_disk(lazy)
+    shutil.rmtree(copied)
+    with Store(lazy.path, memory=0) as again:
+        assert read_all(again) == CONTENTS
+
+
+def test_the_budget_drops_bytes_and_keeps_names(lazy: Store) -> None:
+    assert _get(lazy) == CONTENTS
+    lazy.put("mine", noise(1000))
+    lazy.pin("middle")
+    end_fetcher(lazy)  # it may still bring neighbours of what was read
+    before = lazy.totals().stored
+    planned = lazy.gc(max_size=0, dry_run=True)
+    collected = lazy.gc(max_size=0)
+    assert collected.evicted == planned.evicted == ["mine"]
+    assert collected.away == planned.away > 200
+    assert collected.freed == planned.freed
+    assert lazy.totals().stored == before - collected.freed
+    assert "mine" not in lazy
+    assert set(lazy) == set(CONTENTS)
+    agrees_with_disk(lazy)
+    away = {entry.name for entry in lazy.entries() if entry.away}
+    assert away == set(CONTENTS) - {"middle", "dup"}
+    with Store(lazy.path, memory=0) as again:
+        assert _get(again) == CONTENTS
+    agrees_with_disk(lazy)
+
+
+def test_a_small_budget_is_kept_while_more_is_read_than_fits(copied: Path, tmp_path: Path) -> None:
+    budget = 6_000_000
+    with node(tmp_path / "small", copied.as_uri(), max_size=budget, memory=0) as store:
+        store.pull(remote="team", lazy=True)
+        for _ in range(2):
+            for name, data in CONTENTS.items():
+                with store.open(name) as file:
+                    assert file.read() == data
+                assert store.totals().stored <= budget
+        assert set(store) == set(CONTENTS)
+        agrees_with_disk(store)
+
+
+def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
+    assert lazy.get("middle") == CONTENTS["middle"]
+    [entry] = list(lazy.entries("middle"))
+    blob = lazy.blob(entry.digest)
+    assert blob is not None
+    flip(Path(lazy.path_of(blob)), 1000)
+    with Store(lazy.path, memory=0) as again:
+        assert again.get("middle") == CONTENTS["middle"]
+        flip(Path(again.path_of(blob)), 1000)
+        [finding] = again.verify().bad
+        assert "fetched when they are read" in finding.why
+        assert again.get("middle") == CONTENTS["middle"]
+        assert again.stat().corrupt == 2
+
+
+def test_bytes_that_the_remote_lost_are_a_miss_and_a_network_that_is_down_is_an_error(
+    lazy: Store, copied: Path
+) -> None:
+    for place in ("objects", "packs"):
+        for path in (copied / place).rglob("*"):
+            if path.is_file():
+                path.unlink()
+    assert lazy.get("large", b"none") == b"none" == lazy.get("one", b"none")
+    assert lazy.get_many(["one", "middle"]) == [None, None]
+    with pytest.raises(NotFoundError):
+        lazy.open("large").read()
+    assert lazy.get_or_compute("middle", lambda: b"again") == b"again"
+    shutil.rmtree(copied)
+    with pytest.raises(RemoteError):
+        lazy.get("one")
+
+
+def test_bytes_that_are_put_are_here_and_a_pull_brings_the_others(lazy: Store, copied: Path) -> None:
+    lazy.put("copy", CONTENTS["middle"])
+    assert lazy.entry("middle").away is False  # type: ignore[union-attr]
+    pulled = lazy.pull(remote="team")
+    assert (pulled.added, pulled.changed, pulled.unchanged) == (0, 0, len(CONTENTS))
+    assert pulled.fetched > 0
+    assert not any(entry.away for entry in lazy.entries())
+    shutil.rmtree(copied)
+    assert _get(lazy) == {**CONTENTS, "copy": CONTENTS["middle"]}
+    agrees_with_disk(lazy)
+
+
+def test_a_lazy_pull_takes_new_commits_and_new_places(lazy: Store, copied: Path, tmp_path: Path) -> None:
+    with node(tmp_path / "writer", copied.as_uri()) as writer:
+        writer.remove_remote("team")
+        team = writer.add_remote("team", copied.as_uri())
+        team.pull()
+        writer.put("one", b"another")
+        writer.put("new/name", b"new")
+        team.push()
+    pulled = lazy.pull(remote="team", lazy=True)
+    assert (pulled.added, pulled.changed) == (1, 1)
+    assert lazy.get("one") == b"another"
+    assert lazy.get("new/name") == b"new"
+    assert lazy.get("small/000") == CONTENTS["small/000"]
+
+
+def test_what_is_away_can_be_pushed_elsewhere(lazy: Store, tmp_path: Path) -> None:
+    there = lazy.add_remote("elsewhere", (tmp_path / "elsewhere").as_uri())
+    assert there.push("small").added == 200
+    assert there.check(deep=True).problems == []
+
+
+def test_a_deleted_name_takes_its_place_along(lazy: Store) -> None:
+    with pytest.raises(InvalidValueError, match="only in remote 'team'"):
+        lazy.remove_remote("team")
+    lazy.delete_many(list(lazy))
+    lazy.gc(grace=0)
+    assert lazy.totals() == (0, 0, 0, 0, 0, 0)
+    assert lazy.index.file.all("SELECT count(*) FROM places", ()) == [(0,)]
+    assert lazy.index.file.all("SELECT count(*) FROM origins", ()) == [(0,)]
+    lazy.remove_remote("team")
+
+
+def _read_some(path: Path, part: int) -> bool:
+    with Store(path, memory=0) as store:
+        names = list(store)[part::4]
+        return store.get_many(names) == [CONTENTS[name] for name in names]
+
+
+def test_processes_share_one_download(lazy: Store) -> None:
+    assert all(in_processes(4, partial(_read_some, lazy.path)))
+    received = lazy.stat().remotes.received
+    assert received < 1.2 * sum(entry.stored for entry in lazy.entries())
+
+
+def test_a_child_that_is_forked_after_its_parent_has_read_reads_on(lazy: Store) -> None:
+    assert lazy.get("one") == b"1"
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = int(_get(lazy) != CONTENTS)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_mount_says_where_bytes_are(lazy: Store) -> None:
+    with castore_fuse.mounted(lazy) as root:
+        assert here(root / "large") == 0
+        assert os.getxattr(root / "large", "user.castore.remote") == b"team"
+        assert (root / "large").stat().st_size == len(CONTENTS["large"])
+        with open(root / "large", "rb") as file:
+            file.seek(5 << 20)
+            assert file.read(10) == CONTENTS["large"][5 << 20 :][:10]
+        assert 0 < here(root / "large") < len(CONTENTS["large"])
+        assert lazy.entry("large").away  # type: ignore[union-attr]
