@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from blake3 import blake3
 
 from castore import Store
 from castore.errors import RemoteError
+from castore.index import places
 from castore.index.journal import Journal
 from castore.objects.dictionaries import Dictionaries
 from castore.objects.directory import ObjectDirectory
@@ -456,10 +458,10 @@ def _says_goodbye(folder: Folder) -> dict[str, Any]:
     return {"do": "done"}
 
 
-def _fetch(folder: Folder) -> None:
+def _fetch(folder: Folder, batch: int = 2) -> None:
     """Be the fetcher of the second store."""
     sys.argv = ["fetcher", str(folder / "two")]
-    fetcher._BATCH, fetcher.DONE_SECONDS = 2, 0.0
+    fetcher._BATCH, fetcher.DONE_SECONDS = batch, 0.0
     # The fetcher forks to let its starter go on; this process was forked already, for the test to wait for it.
     os.fork = lambda: 0
     fetcher.main()
@@ -595,6 +597,70 @@ def _served_again(folder: Folder, done: str) -> None:
     _reads_everything(folder)
 
 
+# Names without bytes
+
+
+def _pull_lazily(folder: Folder) -> int:
+    pull._COMMIT = 4
+    with opened(folder, "two") as store:
+        return store.remote("team").pull(lazy=True).added
+
+
+def _named(folder: Folder, done: str) -> None:
+    with opened(folder, "two") as store:
+        found = {entry.name: entry.away for entry in store.entries()}
+    assert _how_much(len(found), len(BASE)) == done
+    assert all(found.values())
+    assert _pull_lazily(folder) == len(BASE) - len(found)
+    assert _base(folder, "two") is not None
+    _gets_everything(folder, done)
+
+
+def _gets_everything(folder: Folder, done: str) -> None:
+    """All names are there, and the bytes that are away come when they are read."""
+    with opened(folder, "two") as store:
+        assert set(store) == set(BASE)
+        _in_child(lambda: _get(folder))
+        end_fetcher(store)
+
+
+def _get(folder: Folder) -> None:
+    with opened(folder, "two") as store:
+        names = list(BASE)
+        assert dict(zip(names, store.get_many(names), strict=True)) == BASE
+
+
+def _here_again(folder: Folder, done: str) -> None:
+    with opened(folder, "two") as store:
+        here = [entry for entry in store.entries() if not entry.away]
+        assert _how_much(len(here), len(BASE) - 1) == done  # the largest comes in parts
+    _gets_everything(folder, done)
+
+
+def _get_lazily(folder: Folder) -> None:
+    _pull_lazily(folder)
+    with opened(folder, "two") as store:
+        _in_child(lambda: _get(folder))
+        end_fetcher(store)
+
+
+def _drop_bytes(folder: Folder) -> None:
+    with opened(folder, "two") as store:
+        store.gc(max_size=0, grace=0)
+
+
+def _away(folder: Folder, done: str) -> None:
+    with opened(folder, "two") as store:
+        assert all(entry.away for entry in store.entries())
+        assert store.gc(grace=0).leftovers
+    _gets_everything(folder, done)
+
+
+def _objects(store: Store) -> bool:
+    """Whether there are objects that no row means."""
+    return any(stray.digest is not None for stray in strays(store))
+
+
 _pushing = Task(_push, _pushed, _change)
 _pulling = Task(_pull, _pulled)
 _blobs, _parts, _page = map(_fetching, (_asks_for_blobs, _asks_for_parts, _asks_for_a_page))
@@ -606,6 +672,10 @@ _deletes = Task(_collect, _deleting, _condemn)
 _ends = Task(_collect, _ended, _condemn)
 _reading = Task(_read, _waits_no_more)
 _reading_damage = Task(_read, _served_again, _damage_a_part)
+_naming = Task(_pull_lazily, _named)
+_bringing = Task(_fetch, _here_again, _pull_lazily, _asks_for_blobs)
+_bringing_at_once = _bringing._replace(act=partial(_fetch, batch=100))
+_dropping = Task(_drop_bytes, _away, _get_lazily)
 _warming = Task(_warm, _warm_again)
 
 
@@ -674,6 +744,18 @@ WINDOWS = [
         ("after the last commit, before its answer", _parts, before(fetcher, "send"), _socket, ALL),
         ("with the socket still there", _ending, before(fetcher._Server, "_is_over"), _socket, NOTHING),
         ("after it has removed its socket", _ending, before(fetcher.Fetcher, "close"), _no_socket, NOTHING),
+    ),
+    *_of(
+        "Names without bytes",
+        ("a lazy pull, within a commit", _naming, after(Journal, "append"), _in("two", ahead), NOTHING),
+        ("a lazy pull, between two commits", _naming, before(places, "record", 2), _in("two", _no_files), SOME),
+        ("a lazy pull, after the last commit, before the base is kept", _naming, before(Remotes, "set_base"),
+        _base_is("two", kept=False), ALL),
+        ("the fetcher, within a commit of bytes", _bringing_at_once, after(LooseFolder, "publish"), _in("two", _objects),
+        NOTHING),
+        ("the fetcher, between two commits of bytes", _bringing, after(BlobWriter, "restore", 2), _socket, SOME),
+        ("gc, after bytes are away, before it unlinks", _dropping, before(ObjectDirectory, "remove_loose"),
+        _in("two", _objects), NOTHING),
     ),
     *_of(
         "Lazy reads",
