@@ -26,7 +26,7 @@ from blake3 import blake3
 
 import castore_fuse
 from castore import Store
-from castore.errors import ConflictError, RemoteError
+from castore.errors import ConflictError, RemoteError, RemoteMissingError
 from castore.remote import collect, transfer
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.remotes import Remotes, RemoteSettings
@@ -143,12 +143,28 @@ def _pull(place: Place, number: int, chance: random.Random) -> None:
             try:
                 store.remote("team").pull()
                 place.log(number, "pulled")
+            except RemoteMissingError as error:
+                place.log(number, "overtaken", why=str(error))
+                _check_newest(store)
             except RemoteError as error:
                 place.log(number, "interrupted", why=str(error))
             for name in store:
                 assert _version(store, name) > 0
             if chance.random() < 0.2:
                 store.gc(grace=0)
+
+
+def _check_newest(store: Store) -> None:
+    """Check that a pull which found something missing was of a commit that is not the newest any more."""
+    team = store.remote("team")
+    with suppress(RemoteError):  # killed, too
+        newest = team.log(limit=1)
+        try:
+            team.pull()
+            return
+        except RemoteMissingError as error:
+            why = str(error)
+        assert team.log(limit=1) != newest, f"the newest commit is not whole: {why}"
 
 
 def _mount(place: Place, number: int, chance: random.Random) -> None:
