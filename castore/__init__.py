@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from castore.gc.collect import Collected, Plan
     from castore.index.figures import PrefixSize
+    from castore.index.places import AwayBlobs
     from castore.keys.encoder import key
     from castore.read.open_blob import OpenBlob
     from castore.records import Blob, Entry, Found, Mount, Totals
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NEVER",
     "UNLIMITED",
+    "AwayBlobs",
     "Batch",
     "Blob",
     "CastoreError",
@@ -153,6 +155,7 @@ _MODULES = {
     "RemoteCollected": "remote.outcomes",
     "RemoteCommit": "remote.outcomes",
     "RemoteProblem": "remote.outcomes",
+    "AwayBlobs": "index.places",
     "RemoteUse": "stats",
     "RemoteSettings": "remote.remotes",
     "Report": "repair.verify",

@@ -1001,12 +1001,13 @@ class Store:
         from castore.remote.remotes import Remotes
 
         self.require_writable()
-        if places.is_needed(self.index, name):
-            raise InvalidValueError(
-                f"names of {self.path} have their bytes only in remote {name!r}: delete them, or bring the"
-                " bytes with `castore pull` without --lazy first"
-            )
-        Remotes(self.path, self.settings).remove(name)
+        with self.index.write() as txn:
+            if not places.forget(txn, name):
+                raise InvalidValueError(
+                    f"names of {self.path} have their bytes only in remote {name!r}: delete them, or bring"
+                    " the bytes with `castore pull` without --lazy first"
+                )
+            Remotes(self.path, self.settings).remove(name)
 
     def push(self, prefix: str = "", *, to: str, **options: Any) -> Pushed:
         """``remote(to).push(prefix, **options)``, see `Remote.push`."""

@@ -121,7 +121,8 @@ def _smaller(ratio: float) -> str:
 
 
 def _saved(stat: Stat) -> str:
-    saved = 1 - stat.stored / stat.logical if stat.logical else 0.0
+    here = stat.logical - stat.away.size
+    saved = 1 - stat.stored / here if here > 0 else 0.0
     return f"; {saved:.0%} saved in all" if saved >= 0.01 else ""
 
 

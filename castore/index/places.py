@@ -98,39 +98,45 @@ def near(index: Index, place: RemotePlace, start: int, end: int, limit: int) -> 
     return list(map(RemotePlace._make, rows))
 
 
-def record(txn: Write, places: Iterable[RemotePlace]) -> list[tuple[Blob, bool]]:
+def record(txn: Write, places: Sequence[RemotePlace]) -> list[tuple[Blob, bool]]:
     """Record where blobs are; those whose bytes are not here are away from now on.
 
     Returns:
         For each place the blob, and whether its row is new. `Write.set_entry` of its name must follow then.
     """
+    known = txn.blobs({place.digest for place in places})
+    away = {
+        place.digest: Blob(place.digest, place.size, 0, place.codec, AWAY, 0)
+        for place in places
+        if place.digest not in known or known[place.digest].pack == LOST
+    }
+    new = [blob for digest, blob in away.items() if digest not in known]
+    txn.add_blobs(new)
+    for digest in away.keys() & known.keys():
+        txn.move_blob(away[digest])
+    _set(txn, {place.digest: place for place in places})
+    unnamed = {blob.digest for blob in new}
     found: list[tuple[Blob, bool]] = []
     for place in places:
-        away = Blob(place.digest, place.size, 0, place.codec, AWAY, 0)
-        is_new = txn.add_blob(away)
-        blob = away if is_new else txn.blob(place.digest)
-        assert blob is not None
-        if blob.pack == LOST:
-            txn.move_blob(away)
-            blob = away
-        _set(txn, place)
-        found.append((blob, is_new))
+        found.append((away.get(place.digest) or known[place.digest], place.digest in unnamed))
+        unnamed.discard(place.digest)
     return found
 
 
-def refresh(txn: Write, places: Iterable[RemotePlace]) -> None:
+def refresh(txn: Write, places: Sequence[RemotePlace]) -> None:
     """Record where blobs are whose rows the index has; others are passed over."""
-    for place in places:
-        blob = txn.blob(place.digest)
-        if blob is not None:
-            if blob.pack == LOST:
-                txn.move_blob(Blob(place.digest, place.size, 0, place.codec, AWAY, 0))
-            _set(txn, place)
+    known = txn.blobs({place.digest for place in places})
+    current = {place.digest: place for place in places if place.digest in known}
+    for digest, place in current.items():
+        if known[digest].pack == LOST:
+            txn.move_blob(Blob(digest, place.size, 0, place.codec, AWAY, 0))
+    _set(txn, current)
 
 
-def _set(txn: Write, place: RemotePlace) -> None:
-    txn.execute(_ADD_ORIGIN, (place.remote, place.object))
-    txn.execute(_SET_PLACE, place[:-1])
+def _set(txn: Write, places: Mapping[bytes, RemotePlace]) -> None:
+    txn.executemany(_ADD_ORIGIN, {(place.remote, place.object) for place in places.values()})
+    # In the order of the B-tree, so that each of its pages is visited once.
+    txn.executemany(_SET_PLACE, (places[digest][:-1] for digest in sorted(places)))
 
 
 def note_fetched(txn: Write, digests: Iterable[bytes]) -> None:
@@ -170,6 +176,10 @@ def count_away(index: Index) -> AwayBlobs:
     return AwayBlobs(*map(int, index.file.one(_COUNT_AWAY)))
 
 
-def is_needed(index: Index, remote: str) -> bool:
-    """Whether some bytes are in a remote alone, as far as this store knows."""
-    return index.file.one(_IN_REMOTE, (remote,)) is not None
+def forget(txn: Write, remote: str) -> bool:
+    """Forget what a remote has; False, and nothing is forgotten, if some blobs are only there."""
+    if txn.execute(_IN_REMOTE, (remote,)).fetchone() is not None:
+        return False
+    txn.execute("DELETE FROM places WHERE origin IN (SELECT id FROM origins WHERE remote = ?)", (remote,))
+    drop_unused(txn)
+    return True

@@ -415,14 +415,14 @@ class Write:
         return {row[0]: Blob._make(row) for row in rows}
 
     def add_blobs(self, blobs: Sequence[Blob]) -> None:
-        """`add_blob` for many blobs that are known to be new and lie in registered packs."""
+        """`add_blob` for many blobs that are known to be new, and lie in registered packs or are away."""
         # In the order of the B-tree, so that each of its pages is visited once.
         self.db.executemany(ADD_BLOBS, sorted(blobs))
         self._blobs += len(blobs)
         stored = sum(blob.stored for blob in blobs)
         self._unique += sum(blob.size for blob in blobs)
         self._stored += stored
-        self._packed += stored + HEAD_SIZE * len(blobs)
+        self._packed += stored + HEAD_SIZE * sum(blob.pack > 0 for blob in blobs)
 
     def move_blob(self, blob: Blob, checksums: bytes | None = None) -> bool:
         """Record where a known blob's bytes are now, or that they are away; False if the pack was retired."""

@@ -29,6 +29,7 @@ from castore.errors import (
     CorruptError,
     RemoteDeniedError,
     RemoteError,
+    RemoteMissingError,
     RemoteUnreachableError,
 )
 from castore.gc import collect
@@ -110,7 +111,7 @@ class _Source:
         some seconds.
 
         Raises:
-            RemoteUnreachableError: it gives no answer, or gave none a moment ago.
+            RemoteUnreachableError: it gives no answer, or gave none a moment ago, or is no remote any more.
         """
         until, why = self._down
         if time.monotonic() < until:
@@ -118,12 +119,22 @@ class _Source:
         began = time.monotonic()
         try:
             done = work(*arguments)
+        except RemoteMissingError as error:
+            self._require_remote(error)
+            raise
         except RemoteUnreachableError as error:
             if self._answered < began:
                 self._down = time.monotonic() + _DOWN_SECONDS, str(error)
             raise
         self._answered = time.monotonic()
         return done
+
+    def _require_remote(self, error: RemoteMissingError) -> None:
+        """Check that an object is missing, and not all of them: a file system may not be mounted."""
+        try:
+            marker.check(self.bucket)
+        except RemoteMissingError as none:
+            raise RemoteUnreachableError(f"{error}: {none} any more; is it mounted?") from none
 
 
 class _Coming:

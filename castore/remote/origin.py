@@ -35,8 +35,8 @@ from castore.system.ram_cache import MemoryLRU
 
 log = logging.getLogger("castore")
 
-# Blobs asked for at once, and most that come along with one.
-_BATCH, _NEIGHBOURS = 500, 1000
+# Blobs asked for at once; and neighbours that come along: at least so many, and so many for each blob.
+_BATCH, _FEWEST, _SHARE = 500, 100, 4
 
 
 class RemoteOrigin:
@@ -59,16 +59,12 @@ class RemoteOrigin:
 
     def bring(self, digests: Sequence[bytes]) -> None:
         """See `Origin`."""
-        if len(digests) == 1:
-            place = self._place(digests[0])
-            self._fetch(place.remote, [place, *self._neighbours(place)], first=1)
-            return
         for start in range(0, len(digests), _BATCH):
             by_remote: dict[str, list[RemotePlace]] = defaultdict(list)
             for place in places.of_blobs(self._parts.index, digests[start : start + _BATCH]).values():
                 by_remote[place.remote].append(place)
-            for remote, some in by_remote.items():
-                self._fetch(remote, some, first=len(some))
+            for remote, wanted in by_remote.items():
+                self._fetch(remote, [*wanted, *self._neighbours(wanted)], first=len(wanted))
 
     def describe(self, digest: bytes) -> dict[str, str]:
         """See `Origin`."""
@@ -93,13 +89,21 @@ class RemoteOrigin:
             raise FileNotFoundError(f"the index does not say where the bytes of blob {digest.hex()} are")
         return place
 
-    def _neighbours(self, place: RemotePlace) -> list[RemotePlace]:
-        """Blobs that lie near another one in its pack: they were pushed together, and are read together."""
-        if not place.offset:
-            return []
-        start, end = self._windows.around(place.object, place.offset)
-        found = places.near(self._parts.index, place, start, end, _NEIGHBOURS)
-        return [other for other in found if other.digest != place.digest]
+    def _neighbours(self, wanted: list[RemotePlace]) -> list[RemotePlace]:
+        """Blobs that lie near others in their packs: they were pushed together, and are read together."""
+        found: dict[bytes, RemotePlace] = {}
+        room = max(_FEWEST, _SHARE * len(wanted))
+        seen: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
+        for place in wanted:
+            covered = seen[place.object]
+            if place.offset and room > 0 and not any(start <= place.offset < end for start, end in covered):
+                covered.append(self._windows.around(place.object, place.offset))
+                near = places.near(self._parts.index, place, *covered[-1], room)
+                room -= len(near)
+                found |= {other.digest: other for other in near}
+        for place in wanted:
+            found.pop(place.digest, None)
+        return list(found.values())
 
     def _fetch(self, remote: str, some: list[RemotePlace], first: int) -> None:
         self._require_writable(remote)

@@ -581,3 +581,24 @@ def test_warm_says_what_is_here(cli: Cli, store: Store, team: str, other: Store)
         wrong = cli("warm", *words)
         assert wrong.code in (1, 2)
         assert message in wrong.err
+
+
+def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other: Store) -> None:
+    other.put_many([("set/one", noise(1000, 1)), ("set/two", noise(1000, 2))])
+    other.push(to="theirs")
+    told = r"pulled 2 new from main@\w{8}: their bytes come when they are read\n"
+    assert re.fullmatch(told, cli("pull", "main", "--lazy").out)
+    assert [line.split()[2] for line in cli("ls", "-l", "set").out.splitlines()] == ["CODEC", "away", "away"]
+    assert cli("stat", "--json").json["away"] == {"blobs": 2, "size": 2000, "stored": 2000}
+    assert "as stored there, in 2 blobs" in cli("stat").out
+    assert 'castore_away_bytes{store="' in cli("stat", "--prometheus").out
+    assert cli("cat", "set/one").raw == noise(1000, 1)
+    assert cli("stat", "set/one", "--json").json["away"] is False
+    assert re.search(r"kept by name, with bytes only in remotes: \d blob", cli("gc", "--max-size", "0").out)
+    assert cli("stat", "set/one", "--json").json["away"] is True
+    assert "only in remote 'team'" in cli("remote", "rm", "team").err
+    told = r"pulled bytes of names that were here, from main@\w{8}: .* fetched\n"
+    assert re.fullmatch(told, cli("pull", "main").out)
+    assert cli("remote", "rm", "team").code == 0
+    assert "kept by name" not in cli("gc", "--max-size", "0").out
+    assert cli("ls").out == ""

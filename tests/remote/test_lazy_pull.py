@@ -12,7 +12,7 @@ import pytest
 
 import castore_fuse
 from castore import Store
-from castore.errors import InvalidValueError, NotFoundError, RemoteError
+from castore.errors import InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
 from tests.helpers import agrees_with_disk, flip, in_processes, noise
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
 
@@ -144,7 +144,9 @@ def test_bytes_that_the_remote_lost_are_a_miss_and_a_network_that_is_down_is_an_
     assert lazy.get("large", b"none") == b"none" == lazy.get("one", b"none")
     assert lazy.get_many(["one", "middle"]) == [None, None]
     with pytest.raises(NotFoundError):
-        lazy.open("large").read()
+        lazy.open("middle")
+    with lazy.open("large") as file, pytest.raises(RemoteMissingError):  # comes in parts
+        file.read()
     assert lazy.get_or_compute("middle", lambda: b"again") == b"again"
     shutil.rmtree(copied)
     with pytest.raises(RemoteError):

@@ -75,6 +75,33 @@ def _castore_local(folder: Path, samples: int, options: dict[str, Any]) -> Itera
         yield _shuffled(Files(root, samples), options)
 
 
+class Names(Dataset[torch.Tensor]):
+    """Names of a store, of which a batch is read at once."""
+
+    def __init__(self, store: Path, samples: int) -> None:
+        import castore
+
+        self.store = castore.Store(store, memory=0)
+        self.names = [f"{SAMPLES}/{name}" for name in sample_names(samples)]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        found = self.store.get_many([self.names[index] for index in indices])
+        return [_as_tensor(data) for data in found if data is not None]
+
+
+@contextmanager
+def _castore_lazy(folder: Path, samples: int, options: dict[str, Any]) -> Iterator[Any]:
+    """A store with the remote's names, and no bytes."""
+    import castore
+
+    with castore.Store(folder / STORE) as store:
+        store.pull(remote=REMOTE, lazy=True)
+    yield _shuffled(Names(folder / STORE, samples), options)
+
+
 def _shuffled(dataset: Dataset[torch.Tensor], options: dict[str, Any]) -> Any:
     return DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(_SEED), **options)
 
@@ -160,6 +187,7 @@ def _read_bytes(path: str) -> bytes:
 
 CONTESTANTS: dict[str, Callable[[Path, int, dict[str, Any]], Any]] = {
     "castore": _castore,
+    "castore-lazy": _castore_lazy,
     "castore-local": _castore_local,
     "mosaic": _mosaic,
     "litdata": _litdata,
