@@ -1,8 +1,9 @@
 """Nodes of one remote, as processes of one machine: they push, pull, mount and warm, one collects, and all are killed.
 
 Each node is a store of its own. An actor is a process that works on a node until it is told to end, and writes down
-what was acknowledged, a line a time. The parent kills actors and the processes that they have started, and starts
-killed actors again. It ends as soon as enough of everything was seen.
+what was acknowledged, a line a time. Actors whose work is quick rest a little, since others need the cores. The
+parent kills actors and the processes that they have started, and starts killed actors again. It ends as soon as
+enough of everything was seen.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from castore.repair import doctor
 from castore_fuse import MountError
 from tests.helpers import agrees_with_disk, noise
 from tests.mount.conftest import forget_pages, until
+from tests.remote.nodes import end_fetcher
 
 #: What nodes are for, in the order in which a crowd gets them. The first node's store also collects.
-ROLES = ("pusher", "mount", "pusher", "puller", "pusher", "mount", "puller", "pusher")
+ROLES = ("pusher", "mount", "pusher", "puller", "lazy puller", "mount", "puller", "pusher")
 #: Names of a pusher, and their sizes: in packs, and of their own. The last one is read in parts.
 _NAMES = 6
 _SIZES = [200, 3_000, 40_000, 1_200_000, 500, 5_000_000]
@@ -44,6 +46,8 @@ _SIZES = [200, 3_000, 40_000, 1_200_000, 500, 5_000_000]
 SHARED = "shared/0"
 #: Errors of reads through a mount whose daemon was killed, or whose commit is so old that its bytes are gone.
 _DEAD = {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENOENT}
+#: What takes long enough to be killed again and again.
+_WORK = ("pushed", "merged", "pulled", "pulled lazily", "collected")
 KILLS = ("pusher", "transfer", "fetcher", "daemon", "collector")
 
 
@@ -167,6 +171,22 @@ def _check_newest(store: Store) -> None:
         assert team.log(limit=1) != newest, f"the newest commit is not whole: {why}"
 
 
+def _pull_lazily(place: Place, number: int, chance: random.Random) -> None:
+    """Pull names, and have their bytes fetched by reading them, until the store's gc drops them."""
+    with Store(place.node(number), memory=0) as store:
+        while not place.is_over():
+            try:
+                store.remote("team").pull(lazy=True)
+                place.log(number, "pulled lazily")
+                for name in chance.sample(sorted(store), min(4, len(store))):
+                    # Bytes of a commit that is not kept are a miss once they were collected.
+                    place.log(number, "got" if _version(store, name) else "missed")
+            except RemoteError as error:
+                place.log(number, "interrupted", why=str(error))
+            if chance.random() < 0.3:
+                store.gc(max_size=0, grace=0)
+
+
 def _mount(place: Place, number: int, chance: random.Random) -> None:
     """Read files of a mount that follows, and mount again when its daemon was killed."""
     root = place.folder / f"mnt{number}"
@@ -193,6 +213,7 @@ def _reads(place: Place, number: int, root: Path, chance: random.Random) -> bool
             data = file.read()
         version_of(f"{folder}/{one}", data)
         place.log(number, "read")
+        time.sleep(0.02)
     except OSError as error:
         if error.errno not in _DEAD:
             raise
@@ -211,7 +232,7 @@ def _warm(place: Place, number: int, chance: random.Random) -> None:
             except RemoteError as error:
                 place.log(number, "interrupted", why=str(error))
             store.gc(max_size=0, grace=0)
-            time.sleep(0.2)  # others need the cores
+            time.sleep(0.2)
 
 
 def _collect(place: Place, number: int, chance: random.Random) -> None:
@@ -223,6 +244,7 @@ def _collect(place: Place, number: int, chance: random.Random) -> None:
                 place.log(number, "collected", deleted=done["deleted"])
         except RemoteError as error:
             place.log(number, "not collected", why=str(error))
+        time.sleep(0.1)
 
 
 def _collect_once(place: Place, number: int, grace: float) -> Any:
@@ -240,6 +262,7 @@ def _collect_once(place: Place, number: int, grace: float) -> Any:
 _ACTORS: dict[str, Callable[[Place, int, random.Random], None]] = {
     "pusher": _push,
     "puller": _pull,
+    "lazy puller": _pull_lazily,
     "mount": _mount,
     "warmer": _warm,
     "collector": _collect,
@@ -325,7 +348,7 @@ def _wait_for_work(place: Place, more: int) -> None:
     def done() -> int:
         assert not list(place.folder.glob("failed-*")), _failures(place)
         counts = _counts(place)
-        return sum(counts[what] for what in ("pushed", "merged", "pulled", "collected"))
+        return sum(counts[what] for what in _WORK)
 
     before = done()
 
@@ -409,8 +432,11 @@ def _check(place: Place) -> None:
         assert (checked.problems, checked.orphans) == ([], 0)
     for number in range(place.nodes):
         with Store(place.node(number), memory=0) as store:
+            if any(entry.away for entry in store.entries()):
+                store.remote("team").pull(lazy=True)  # to where the bytes are now
             for name in store:
                 assert _version(store, name) > 0
+            end_fetcher(store)
             agrees_with_disk(store)
         assert all(finding.mended for finding in doctor.examine(place.node(number)))
         assert doctor.examine(place.node(number)) == []

@@ -18,15 +18,14 @@ from tests.remote.servers import environment
 from tests.torture.remote_crowd import KILLS, Place, crowd
 
 #: How often each event must be seen in the quick form.
-_ENOUGH = {"pushed": 3, "pulled": 1, "read": 5, "warmed": 1, "mounted": 2, "collected": 1} | {
-    f"killed {kind}": 1 for kind in KILLS
-}
+_ENOUGH = {"pushed": 3, "read": 5, "warmed": 1, "mounted": 2, "collected": 1}
+_ENOUGH_OF_FIVE = {"pulled": 1, "pulled lazily": 1, "got": 3}
 
 
 @pytest.mark.parametrize(
     ("server", "nodes"),
     [
-        ("folder", 4),
+        ("folder", 5),
         *(
             pytest.param(server, nodes, marks=pytest.mark.matrix)
             for server, nodes in [("folder", 2), ("folder", 8), ("seaweedfs", 8)]
@@ -50,5 +49,5 @@ def test_nodes_that_push_pull_mount_and_collect_while_they_are_killed_lose_nothi
 
 
 def _enough(nodes: int, seconds: float, began: float, seen: Counter[str]) -> bool:
-    needed = {what: count for what, count in _ENOUGH.items() if nodes > 3 or what != "pulled"}
+    needed = _ENOUGH | (_ENOUGH_OF_FIVE if nodes >= 5 else {}) | {f"killed {kind}": 1 for kind in KILLS}
     return time.monotonic() > began + seconds and all(seen[what] >= count for what, count in needed.items())
