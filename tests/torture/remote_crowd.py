@@ -48,7 +48,7 @@ SHARED = "shared/0"
 _DEAD = {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENOENT}
 #: What takes long enough to be killed again and again.
 _WORK = ("pushed", "merged", "pulled", "pulled lazily", "collected")
-KILLS = ("pusher", "transfer", "fetcher", "daemon", "collector")
+KILLS = ("pusher", "transfer", "fetcher", "daemon", "reader", "collector")
 
 
 def value(name: str, version: int) -> bytes:
@@ -366,6 +366,8 @@ def _kill(place: Place, actors: list[_Actor], kind: str, chance: random.Random) 
     """SIGKILL for one process of a kind; whether there was one."""
     if kind in ("pusher", "collector"):
         found = [actor.pid for actor in actors if actor.role == kind]
+    elif kind == "reader":
+        found = [actor.pid for actor in actors if actor.role in ("puller", "lazy puller", "warmer")]
     elif kind == "transfer":
         found = [
             child

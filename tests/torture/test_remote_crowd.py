@@ -44,8 +44,14 @@ def test_nodes_that_push_pull_mount_and_collect_while_they_are_killed_lose_nothi
     place = Place(tmp_path, f"{there.url}/{uuid.uuid4().hex}", nodes, grace=scale(1.0, 4.0))
     with environment(there.environment):
         seen = in_small_process(crowd, place, partial(_enough, nodes, scale(0.0, 60.0), time.monotonic()))
-    kills = {kind: seen[f"killed {kind}"] for kind in KILLS}
-    figure(f"{nodes} nodes on {server}: {dict(seen)}; kills: {kills}; nothing acknowledged was lost")
+    did = ", ".join(
+        f"{seen[what]} {what}" for what in ("pushed", "merged", "pulled", "pulled lazily", "read")
+    )
+    kills = ", ".join(f"{seen[f'killed {kind}']} {kind}" for kind in KILLS)
+    figure(
+        f"{nodes} nodes, {server}: {did}; {seen['collected']} collections; kills: {kills};"
+        " nothing acknowledged was lost, nothing wrong was read, nothing was left behind"
+    )
 
 
 def _enough(nodes: int, seconds: float, began: float, seen: Counter[str]) -> bool:
