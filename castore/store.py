@@ -508,6 +508,21 @@ class Store:
         """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
         return self.source.fetch(blob)
 
+    def bring(self, blob: Blob) -> Blob:
+        """Have a blob's bytes in the store if they are only in a remote; returns the blob's record then.
+
+        Raises:
+            NotFoundError: the remote has lost them.
+            RemoteError: the remote cannot be used.
+        """
+        if blob.pack != AWAY:
+            return blob
+        try:
+            self.source.bring([blob.digest])
+        except FileNotFoundError as error:
+            raise NotFoundError(str(error)) from error
+        return self.index.blob(blob.digest) or blob
+
     def path_of(self, blob: Blob) -> str:
         """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
 

@@ -51,6 +51,8 @@ EVICTION_TARGET = 0.9
 _BATCH, _SMALL_BATCH = 500, 50
 #: Entries removed before their blobs are: enough for several on each page of ten million blobs.
 _PART_ENTRIES = 250_000
+#: Rounds of making room, in each of which everything that was chosen had been used meanwhile.
+_FRUITLESS = 100
 #: Approximate bytes of the WAL while a pack is rewritten.
 _WAL_ROOM = 512 * 1024
 
@@ -193,9 +195,11 @@ def select(
         for entry in by_last_use:
             if remaining <= budget:
                 break
+            if entry.name in seen:
+                continue
             if entry.is_in_remote:
                 remaining -= choice.send_away(entry)
-            elif entry.name not in seen:
+            else:
                 evicted.append(entry)
                 remaining -= choice.remove(entry)
     names = {digest: choice.names[digest] for digest, _, _ in choice.away}
@@ -351,7 +355,7 @@ def _remove(parts: Parts, chosen: Selection, now: float) -> _Removed:
         deferred_refs.sort(parts.index)
         _uncount(parts, chosen_digests, removed)
     with parts.index.write() as txn:
-        txn.count({"evictions": evicted + removed.away})
+        txn.count({"evictions": evicted})
         places.drop_unused(txn)
     return removed
 
@@ -427,6 +431,7 @@ def make_room(parts: Parts, need: int) -> None:
     mounts.remove_dead(parts.index)
     parts.usage.flush()
     # Other writers may fill the room while it is made. The put fails only once nothing is left to remove.
+    fruitless = 0
     while (before := parts.index.totals()).stored + need > max_size:
         _uncount(parts, (), _Removed())  # entries of another gc, running or killed
         now = time.time()
@@ -434,8 +439,11 @@ def make_room(parts: Parts, need: int) -> None:
             parts.index, min(max_size - need, int(max_size * EVICTION_TARGET)), GRACE_SECONDS, now
         )
         if chosen.expired or chosen.evicted or chosen.blobs or chosen.away:
-            _remove(parts, chosen, now)
+            removed = _remove(parts, chosen, now)
+            fruitless = 0 if removed.names or removed.freed else fruitless + 1
         elif parts.index.totals() == before:
+            raise full(need, max_size)
+        if fruitless == _FRUITLESS:  # readers and writers were faster each time, or counts of names are wrong
             raise full(need, max_size)
 
 

@@ -194,7 +194,12 @@ def _plan(
         elif (
             difference is Difference.OURS
             or (difference is Difference.BOTH and row is None)
-            or (row is not None and row.place.object in bad and row.digest.hex() == entry.digest)
+            or (
+                row is not None
+                and row.place.object in bad
+                and row.digest.hex() == entry.digest
+                and not entry.away
+            )
         ):
             chosen.append((compared.name, entry))
             added += row is None

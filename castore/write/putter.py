@@ -194,7 +194,7 @@ class Putter:
             if move and name != entry.name:
                 txn.delete_entry(entry.name)
 
-        staged = self._writer.stage_known(digest)
+        staged = self._writer.stage_known(digest, may_be_away=True)
         if staged is None:
             return None
         with self.explain_full_disk():

@@ -14,7 +14,7 @@ from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import build_record
-from castore.records import HEAD_SIZE, Blob
+from castore.records import AWAY, HEAD_SIZE, Blob
 from castore.write.open_pack import OpenPack, Vanished
 
 
@@ -45,9 +45,10 @@ class Staged(Protocol):
 
 
 class KnownBlob(NamedTuple):
-    """A blob whose bytes are in the store already."""
+    """A blob whose bytes are in the store already, or with ``may_be_away`` in a remote at least."""
 
     blob: Blob
+    may_be_away: bool = False
     stored: int = 0
 
     @property
@@ -58,7 +59,7 @@ class KnownBlob(NamedTuple):
     def place(self, txn: Write) -> tuple[Blob, bool]:
         """See `Staged`."""
         known = txn.blob(self.blob.digest)
-        if known is None or not known.is_here:
+        if known is None or not (known.is_here or (self.may_be_away and known.pack == AWAY)):
             raise Vanished
         return known, False
 

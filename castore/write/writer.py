@@ -185,10 +185,16 @@ class BlobWriter:
             raise
         return [staged[at] for at in range(len(values))]
 
-    def stage_known(self, digest: bytes) -> KnownBlob | None:
-        """A blob that the store has already; None if it is missing or damaged."""
+    def stage_known(self, digest: bytes, *, may_be_away: bool = False) -> KnownBlob | None:
+        """A blob that the store has already; None if it is missing or damaged.
+
+        Args:
+            may_be_away: bytes that are only in a remote will do.
+        """
         blob = self._index.blob(digest)
-        return KnownBlob(blob) if blob is not None and blob.is_here else None
+        if blob is None or not (blob.is_here or (may_be_away and blob.pack == AWAY)):
+            return None
+        return KnownBlob(blob, may_be_away)
 
     def stage_file(
         self,

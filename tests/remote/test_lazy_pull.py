@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 
 import castore_fuse
 from castore import Store
+from castore.adapters.datasets import cached_map, wait
 from castore.errors import InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
 from tests.helpers import agrees_with_disk, flip, in_processes, noise
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
@@ -231,3 +233,77 @@ def test_the_mount_says_where_bytes_are(lazy: Store) -> None:
             assert file.read(10) == CONTENTS["large"][5 << 20 :][:10]
         assert 0 < here(root / "large") < len(CONTENTS["large"])
         assert lazy.entry("large").away  # type: ignore[union-attr]
+
+
+def test_a_name_without_bytes_is_copied_renamed_and_expires(lazy: Store) -> None:
+    assert lazy.copy("middle", "copies/middle").away
+    assert lazy.rename("one", "renamed").away
+    assert not fetchers(lazy)
+    assert lazy.get("copies/middle") == CONTENTS["middle"]
+    assert lazy.get("renamed") == b"1"
+    assert "one" not in lazy
+    agrees_with_disk(lazy)
+
+
+def test_a_name_without_bytes_expires(copied: Path, tmp_path: Path) -> None:
+    with (
+        node(tmp_path / "writer", copied.as_uri()) as writer,
+        node(tmp_path / "b", copied.as_uri()) as reader,
+    ):
+        writer.remove_remote("team")
+        writer.put("short", b"soon gone", ttl=3600)
+        writer.add_remote("team", copied.as_uri()).push()
+        reader.pull(remote="team", lazy=True, prefix="short")
+        [entry] = reader.entries()
+        assert entry.away
+        assert entry.expires == writer.entry("short").expires  # type: ignore[union-attr]
+        with reader.index.write() as txn:
+            txn.execute("UPDATE entries SET expires = 1.0")
+        assert reader.get("short") is None
+        assert reader.gc(grace=0).expired == ["short"]
+        assert reader.totals() == (0, 0, 0, 0, 0, 0)
+
+
+def test_results_of_another_node_are_hits(tmp_path: Path) -> None:
+    url = (tmp_path / "shared").as_uri()
+    rows = datasets.Dataset.from_dict({"text": [noise(500, number).hex() for number in range(20_000)]})
+    with Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
+        first = cached_map(rows, _count, store=one)
+        wait()
+        assert one.cached(_double)(21) == 42
+        one.add_remote("all", url).push()
+        two.add_remote("all", url).pull(lazy=True)
+        assert all(entry.away for entry in two.entries())
+        COUNTED.clear()
+        second = cached_map(rows, _count, store=two)
+        assert second["count"] == first["count"]
+        assert two.cached(_double)(21) == 42
+        assert COUNTED == []
+        del second
+        end_fetcher(two)
+
+
+COUNTED: list[object] = []
+
+
+def _count(row: dict[str, str]) -> dict[str, int]:
+    COUNTED.append(row)
+    return {"count": len(row["text"])}
+
+
+def _double(number: int) -> int:
+    COUNTED.append(number)
+    return 2 * number
+
+
+def test_a_repair_uploads_nothing_that_is_only_there(copied: Path, tmp_path: Path) -> None:
+    with Store(tmp_path / "third") as third:
+        team = third.add_remote("team", copied.as_uri())
+        team.pull(lazy=True)
+        largest = max((copied / "objects").rglob("*/*"), key=lambda path: path.stat().st_size)
+        flip(largest, 1000)
+        checked = team.check(deep=True)
+        assert len(checked.problems) == 1
+        team.repair(checked)
+        assert team.check(deep=True).problems == checked.problems
+        end_fetcher(third)

@@ -50,6 +50,7 @@ def load_table(store: Store, name: str, blob: Blob, opened: OpenBlob | None = No
         CorruptError: the data file is damaged, or its bytes are gone.
     """
     try:
+        blob = store.bring(blob)
         if blob.size <= SMALL_BYTES or blob.pack != LOOSE:
             data = None if blob.pack == LOST else store.get_blob(blob)
             if data is None:

@@ -208,10 +208,11 @@ class Table:
             region, blob = self._regions[number], found[self._file_name(shard, column)].blob
             assert region is not None
             try:
+                blob = self._store.bring(blob)
                 if _can_be_mapped(blob):
                     self._map_file(region, start * column.row_bytes, blob)
                     continue
-            except FileNotFoundError:
+            except (FileNotFoundError, NotFoundError):
                 return False
             data = self._store.get_blob(blob)
             if data is None:
