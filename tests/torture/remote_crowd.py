@@ -1,4 +1,4 @@
-"""Nodes of one remote, as processes of one machine: they push, pull, mount and warm, one collects, and all are killed.
+"""Nodes of one remote, as processes of one machine: they push, pull, mount, warm and collect, and are killed.
 
 Each node is a store of its own. An actor is a process that works on a node until it is told to end, and writes down
 what was acknowledged, a line a time. Actors whose work is quick rest a little, since others need the cores. The
