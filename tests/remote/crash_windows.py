@@ -788,7 +788,7 @@ def _asking(folder: Folder, task: Task) -> Iterator[None]:
     asker = os.fork()
     if not asker:
         with suppress(BaseException):
-            until(lambda: (folder / "two" / SOCKET).exists())
+            until((folder / "two" / SOCKET).exists)
             os._exit(2 if _answer(folder, message) else 0)
         os._exit(1)
     yield
