@@ -25,6 +25,7 @@ from castore.errors import (
     InvalidValueError,
     RemoteError,
     RemoteMissingError,
+    RemoteUnreachableError,
     StoreError,
 )
 from castore.names import below
@@ -39,6 +40,7 @@ from castore.remote.outcomes import Prefetch, Progress, Warmed
 from castore.remote.pack_window import PackWindow
 from castore.remote.page_cache import read_cached
 from castore.remote.pages import Page, Row
+from castore.remote.remotes import Remotes, SeenCommit
 from castore.remote.tree import Tree, difference
 from castore.remote.warm import fetch_ahead, is_of_shard
 from castore.system.ram_cache import MemoryLRU
@@ -105,15 +107,40 @@ class RemoteTree:
         self._fetcher = FetcherClient(parts.path)
         self._decoded: MemoryLRU[Page] = MemoryLRU(_PAGE_BYTES, _measure)
         self._windows = PackWindow()
-        digest, root, self.time = self._fetcher.call("ref", remote=remote, ref=ref, start=commit)
+        self._known = Remotes(parts.path, parts.settings)
+        found = self._find(commit)
+        self.time = found.time
         #: The commit's digest.
-        self.commit: bytes = digest
+        self.commit = found.commit
         # The newest first. An open file may be of an earlier one.
-        self._trees = [self._tree(root)]
+        self._trees = [self._tree(found.tree)]
         self._prefetch = prefetch
         self._ended = threading.Event()
         self._background = ThreadPoolExecutor(1, "castore-ahead")
         self._hinting = threading.Semaphore(_HINTS)
+
+    def _find(self, commit: str | None) -> SeenCommit:
+        """The commit to show. Without a network, the newest that this store knows."""
+        try:
+            found = self._ask(commit)
+        except RemoteUnreachableError as error:
+            seen = self._known.seen(self._remote, self._ref)
+            if seen is None or not seen.commit.hex().startswith(commit or ""):
+                raise
+            log.warning(
+                "%s; showing commit %s of ref %r, the newest that this store knows",
+                error,
+                seen.commit.hex()[:12],
+                self._ref,
+            )
+            return seen
+        if commit is None:
+            self._known.set_seen(self._remote, self._ref, found)
+        return found
+
+    def _ask(self, commit: str | None) -> SeenCommit:
+        answer = self._fetcher.call("ref", remote=self._remote, ref=self._ref, start=commit)
+        return SeenCommit(*answer)
 
     def _tree(self, root: bytes) -> Tree:
         return Tree(root, self._read_page, self._expect_pages, self._decoded)
@@ -193,15 +220,16 @@ class RemoteTree:
         Raises:
             RemoteError: the remote cannot be used.
         """
-        digest, root, made = self._fetcher.call("ref", remote=self._remote, ref=self._ref, start=None)
-        if digest == self.commit:
+        found = self._ask(None)
+        if found.commit == self.commit:
             return []
-        newer = self._tree(root)
+        newer = self._tree(found.tree)
         changes = [
             NameChange(change.name, None if change.new is None else change.new.digest)
             for change in islice(difference(self._trees[0], newer), MOST_CHANGES)
         ]
-        self.commit, self.time, self._trees = digest, made, [newer, *self._trees[: _OLDER - 1]]
+        self.commit, self.time, self._trees = found.commit, found.time, [newer, *self._trees[: _OLDER - 1]]
+        self._known.set_seen(self._remote, self._ref, found)
         return changes if len(changes) < MOST_CHANGES else None
 
     # Blobs

@@ -53,6 +53,14 @@ def check_remote_name(name: str) -> str:
     return check_ref(name, "remote")
 
 
+class SeenCommit(NamedTuple):
+    """A commit of a ref: its digest, its tree, and its time in seconds since the epoch."""
+
+    commit: bytes
+    tree: bytes
+    time: float
+
+
 class Remotes:
     """The folder ``remotes/`` of one store.
 
@@ -171,6 +179,24 @@ class Remotes:
     def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
         """Keep a base."""
         self._write(self._base_path(name, ref, below), base.hex() + "\n")
+
+    def seen(self, name: str, ref: str) -> SeenCommit | None:
+        """The newest commit of a ref that a mount of this store has shown."""
+        data = _read(self._folder / check_remote_name(name) / f"{check_ref(ref)}@seen")
+        try:
+            commit, tree, time = json.loads(data or "")
+            found = SeenCommit(bytes.fromhex(commit), bytes.fromhex(tree), float(time))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return found if len(found.commit) == len(found.tree) == DIGEST_SIZE else None
+
+    def set_seen(self, name: str, ref: str, seen: SeenCommit) -> None:
+        """Keep the newest commit that is known."""
+        if self.seen(name, ref) != seen:
+            fields = seen.commit.hex(), seen.tree.hex(), seen.time
+            self._write(
+                self._folder / check_remote_name(name) / f"{check_ref(ref)}@seen", json.dumps(fields) + "\n"
+            )
 
     def _base_path(self, name: str, ref: str, below: str) -> Path:
         mark = blake3(below.encode()).hexdigest(length=8)

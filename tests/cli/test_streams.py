@@ -182,11 +182,18 @@ def test_an_error_that_nobody_can_read_still_has_its_exit_code(castore: Start, s
             assert process.returncode == code, words
 
 
-def _loading(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the first module of the library is loaded, which Python reports on standard error."""
+def _loading(process: subprocess.Popen[bytes]) -> bytes:
+    """Wait until the first module of the library is loaded, which Python reports on standard error.
+
+    Returns what has come behind that report.
+    """
     assert process.stderr is not None
-    while not re.search(rb"\| +castore\.(?!cli)", line := process.stderr.readline()):
-        assert line, "it ended before"
+    told = b""
+    while not (report := re.search(rb"\| +castore\.(?!cli).*\n", told)):
+        piece = os.read(process.stderr.fileno(), 1 << 16)
+        assert piece, "it ended before"
+        told += piece
+    return told[report.end() :]
 
 
 @pytest.fixture
@@ -212,14 +219,14 @@ def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
     # Python's own first milliseconds are not castore's to change.
     for delay in range(0, 300, 12 if number == signal.SIGINT else 60):
         process = castore("add", slow, "--codec", "gzip", env={"PYTHONPROFILEIMPORTTIME": "1"})
-        _loading(process)
+        begun = _loading(process)
         time.sleep(delay / 1000)
         process.send_signal(number)
         if delay % 24 == 12:  # an impatient user
             process.send_signal(number)
         _, err = process.communicate(timeout=300)
-        # A line on an import may begin in what `_loading` has read.
-        told = [line for line in err.decode().splitlines() if not re.match(r"(import time:)?[ \d]* \|", line)]
+        lines = (begun + err).decode().splitlines()
+        told = [line for line in lines if not line.startswith("import time:")]
         assert told in ([], ["castore: interrupted"]), delay
         assert process.returncode in ((130, -number) if number == signal.SIGINT else (-number,)), delay
 

@@ -63,6 +63,14 @@ def test_what_was_read_is_read_from_here_when_the_remote_is_gone(other: Store, c
             if path.is_file():
                 forget_pages(path)
         assert read(root) == CONTENTS
+    end_fetcher(other)
+    with castore_fuse.mounted(other, remote="team") as root:
+        assert read(root) == CONTENTS
+    with (
+        pytest.raises(MountError, match="is it mounted"),
+        castore_fuse.mounted(other, remote="team", ref="two"),
+    ):
+        pass
 
 
 def test_a_prefix_and_an_older_commit_are_mounted(pushed: Store, copied: Path, tmp_path: Path) -> None:

@@ -45,7 +45,11 @@ def test_each_path_of_the_page_is_known_by_its_own_line() -> None:
         "N-P-S-U": f"1-2-3-{'f' * 32}",
     }
     filled |= {"N-P": "1-2", "-H": f"-{'a' * 16}", "json.P": "json.77"}
-    filled |= {"REF@H": f"{'e' * 100}@{'a' * 16}", "/R": f"/{'r' * 100}"}  # no name is longer
+    filled |= {
+        "REF@H": f"{'e' * 100}@{'a' * 16}",
+        "REF@seen": f"{'e' * 100}@seen",
+        "/R": f"/{'r' * 100}",
+    }  # no name is longer
     for place in layout.PLACES:
         path = place.path.rstrip("/")
         for letters, example in filled.items():

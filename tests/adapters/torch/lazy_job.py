@@ -50,6 +50,7 @@ def wait_for_all(out: Path, what: str) -> None:
 
 def do(options: dict[str, Any]) -> None:
     out = Path(options["out"])
+    (out / "reads" / str(os.getpid())).touch()
     rank = int(os.environ["RANK"])
     # A second group of one run would find the addresses of the first in torchrun's store.
     if options.get("group") and not dist.is_initialized():

@@ -73,6 +73,10 @@ class Job:
             int(line) for path in (self.out / "reads").iterdir() for line in path.read_text().split()
         )
 
+    def pids(self) -> set[int]:
+        """Its ranks, and the workers that have read."""
+        return {int(path.name) for path in (self.out / "reads").iterdir()}
+
     def stats(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("stats-*.json"))]
 
@@ -82,9 +86,10 @@ def segments() -> set[str]:
     return {path.name.removeprefix(prefix) for path in SHM.glob(f"{prefix}*")}
 
 
-def dead_segments(before: set[str]) -> set[str]:
-    """What is there now, was not before, and belongs to nobody: others may run beside this test."""
-    return {name for name in segments() - before if not is_alive(name)}
+def dead_segments(*jobs: Job) -> set[str]:
+    """What processes of jobs have left, and belongs to nobody. Other tests on the machine may leave others."""
+    made = {str(pid) for job in jobs for pid in job.pids()}
+    return {name for name in segments() if name.partition("-")[0] in made and not is_alive(name)}
 
 
 def check_epochs(job: Job) -> None:
@@ -116,7 +121,7 @@ class Jobs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    folder, before = tmp_path_factory.mktemp("jobs"), segments()
+    folder = tmp_path_factory.mktemp("jobs")
     jobs: dict[tuple[object, object], Job] = {}
     for mode, memory in _NODES:
         jobs[mode, memory] = Job(folder / f"{mode}-{memory}" / "out", mode=mode, memory=[memory], n=100)
@@ -125,7 +130,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     options = json.dumps([job.options for job in jobs.values()])
     done = run(torchrun(str(HERE / "lazy_job.py"), options, ranks=()), folder)
     assert done.returncode == 0, done.stderr
-    return Jobs(jobs, done.stderr, dead_segments(before))
+    return Jobs(jobs, done.stderr, dead_segments(*jobs.values()))
 
 
 @pytest.mark.parametrize(("workers", "group"), _RANKS)
@@ -157,7 +162,6 @@ def test_ranks_of_a_node_fill_its_cache_once_together(together: Jobs, mode: str,
 def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = segments()
     killed = Job(tmp_path / "killed", kill=[1, 1], workers=1, group=True)
     # Killed workers leave folders of sockets behind, whose paths would be too long below `tmp_path`.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as sockets, monkeypatch.context() as patch:
@@ -169,7 +173,8 @@ def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(
     done = run(torchrun(*job.arguments), tmp_path)
     assert done.returncode == 0, done.stderr
     check_one_fill(job)
-    assert not dead_segments(before)
+    assert len(killed.pids()) >= 2 <= len(job.pids())
+    assert not dead_segments(killed, job)
 
 
 def test_nodes_tell_each_other_their_room(tmp_path: Path) -> None:
