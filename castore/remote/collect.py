@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from castore.errors import RemoteError
+from castore.errors import RemoteError, RemoteMissingError
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Listed
 from castore.remote.collection_state import (
@@ -23,6 +23,7 @@ from castore.remote.collection_state import (
     FOLDER,
     FRESH_SECONDS,
     IDLE,
+    STATE,
     State,
     list_key,
     read_list,
@@ -129,13 +130,15 @@ class _Run:
     def _now(self) -> float:
         """The time by the storage's clock."""
         key = f"{FOLDER}clock-{self._id}"
-        self._bucket.put(key, b"")
-        try:
-            return next(one.modified for one in self._bucket.listing(FOLDER) if one.key == key)
-        except StopIteration:
-            raise RemoteError(f"a listing of {self._bucket.url} lacks what was just written") from None
-        finally:
-            self._bucket.delete([key])
+        for _ in range(2):  # another collector removes it if this one is held up for long
+            try:
+                self._bucket.put(key, b"")
+                times = [one.modified for one in self._bucket.listing(FOLDER) if one.key == key]
+            finally:
+                self._bucket.delete([key])
+            if times:
+                return times[0]
+        raise RemoteError(f"a listing of {self._bucket.url} lacks what was just written")
 
     def _needed(self, now: float) -> Iterator[str]:
         """The keys that kept commits need."""
@@ -184,7 +187,7 @@ class _Run:
         else:
             return 0, 0
         state = self._move(state, phase=DELETING, beat=state.beat + 1)
-        condemned = set(read_list(self._bucket, state))
+        condemned = self._read_list(state)
         # All refs and all listings are read once more, after the state has changed.
         garbage = {
             key: one
@@ -194,15 +197,38 @@ class _Run:
         state = self._delete(state, garbage)
         self._move(state, phase=IDLE, lists=0)
         self._bucket.delete([list_key(state, number) for number in range(state.lists)])
-        self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
+        self._remove_left(now - ABANDONED_SECONDS)
         return len(garbage), _size(garbage.values())
+
+    def _remove_left(self, before: float) -> None:
+        """Remove lists and clocks that killed collectors have left.
+
+        Call when this run has changed the state after ``before``: a list that is older was made by a
+        collector that has read an older state, so that collector cannot publish the list any more.
+        """
+        self._bucket.delete(
+            one.key
+            for one in list(self._bucket.listing(FOLDER))
+            if one.modified < before and not one.key.startswith(STATE)
+        )
 
     def _changed(self) -> float:
         """When the state was last written, by the storage's clock."""
         return max(
-            (one.modified for one in self._bucket.listing(FOLDER) if one.key.startswith(f"{FOLDER}state")),
+            (one.modified for one in self._bucket.listing(FOLDER) if one.key.startswith(STATE)),
             default=0.0,
         )
+
+    def _read_list(self, state: State) -> set[str]:
+        try:
+            return set(read_list(self._bucket, state))
+        except RemoteMissingError as error:
+            if read_state(self._bucket).moment == state.moment:
+                raise
+            raise self._overtaken() from error
+
+    def _overtaken(self) -> RemoteError:
+        return RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
 
     def _delete(self, state: State, garbage: dict[str, Listed]) -> State:
         # Commits go before their pages, so that a run that is killed leaves no commit without pages.
@@ -220,7 +246,7 @@ class _Run:
         self._beaten = self._clock()
         new = seen._replace(collector=self._id, **changes)  # type: ignore[arg-type]
         if not write_state(self._bucket, new, seen):
-            raise RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
+            raise self._overtaken()
         return read_state(self._bucket)
 
     # Beginning an epoch
@@ -229,10 +255,11 @@ class _Run:
         """Condemn what is garbage; returns the number, the bytes, and when a run may delete it."""
         state = read_state(self._bucket)
         if state.phase != IDLE:
-            keys = set(read_list(self._bucket, state))
+            keys = self._read_list(state)
             listed = (one for folder in _SWEPT for one in self._bucket.listing(folder))
             return len(keys), _size(one for one in listed if one.key in keys), state.time + self._grace
         found = self.find()
+        self._bucket.remove_unfinished(found.now - max(self._grace, ABANDONED_SECONDS))
         if not found.garbage:
             return 0, 0, None
         new = State(
@@ -241,7 +268,7 @@ class _Run:
         new = write_list(self._bucket, new, sorted(found.garbage))
         if not write_state(self._bucket, new, state):
             self._bucket.delete([list_key(new, number) for number in range(new.lists)])
-            raise RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
+            raise self._overtaken()
         return len(found.garbage), _size(found.garbage.values()), found.now + self._grace
 
 

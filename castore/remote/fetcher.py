@@ -459,7 +459,7 @@ class _Server:
                 self._until = time.monotonic() + idle
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
-        call = request.pop("do")
+        call = request.pop("do", None)
         if call not in ("ref", "pages", "blobs", "parts"):
             return {"error": describe(RemoteError(f"the fetcher knows no {call!r}; end it, and read again"))}
         try:

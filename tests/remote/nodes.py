@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from castore import Store
+from castore.remote.messages import SOCKET, receive, send
+from castore.system.local_sockets import address
 from castore.system.temporary import is_running
 from tests.helpers import noise, text
 from tests.mount.conftest import until
@@ -56,6 +60,17 @@ def end_fetcher(store: Store) -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
+
+
+def ask_once(store: Path, message: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of the fetcher that listens, or None if it ends without one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with address(store / SOCKET) as short:
+            connection.connect(short)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            send(connection, message)
+            return receive(connection)
+    return None
 
 
 def read(root: Path) -> dict[str, bytes]:

@@ -31,7 +31,7 @@ from castore.system.local_sockets import address
 from castore_fuse import MountError
 from tests.helpers import agrees_with_disk, flip, in_processes
 from tests.mount.conftest import forget_pages, until
-from tests.remote.nodes import CONTENTS, end_fetcher, fails, fetchers, here, node, read
+from tests.remote.nodes import CONTENTS, ask_once, end_fetcher, fails, fetchers, here, node, read
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
@@ -316,6 +316,9 @@ def test_the_fetcher_survives_nonsense(other: Store) -> None:
             asking.sendall(nonsense)
             asking.shutdown(socket.SHUT_WR)
             assert asking.recv(10) == b""
+    told = ask_once(other.path, {})
+    assert told is not None
+    assert "knows no None" in told["error"]["message"]
     nonsense_calls: dict[str, dict[str, Any]] = {
         "nothing": {},
         "pages": {"remote": "team"},

@@ -116,6 +116,31 @@ def test_objects_of_interrupted_pushes_go_and_unfinished_files_too(
     assert list((tmp_path / "bucket/tmp").iterdir()) == []
 
 
+def test_unfinished_files_go_though_nothing_else_is_garbage(
+    shrunk: Store, bucket: Bucket, tmp_path: Path
+) -> None:
+    left = tmp_path / "bucket/tmp/left"
+    left.write_bytes(b"half")
+    assert run(bucket, shrunk, keep=None) == (0, 0, 0, 0, None)
+    assert left.exists(), "somebody may be writing it"
+    age(tmp_path / "bucket", 2 * DAY)
+    assert run(bucket, shrunk, keep=None) == (0, 0, 0, 0, None)
+    assert not left.exists()
+
+
+def test_what_killed_collectors_left_goes_with_the_end_of_an_epoch(
+    shrunk: Store, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.put("gc/clock-gone", b"")
+    bucket.put("gc/condemned/gone/0", b"packs/" + b"0" * 64)
+    assert run(bucket, shrunk, grace=0.0).condemned == 4
+    bucket.put("gc/condemned/young/0", b"somebody may be about to publish it")
+    age(tmp_path / "bucket", DAY)
+    bucket.put("gc/condemned/young/0", b"somebody may be about to publish it")
+    assert run(bucket, shrunk, grace=0.0).deleted == 4
+    assert {one.key for one in bucket.listing("gc/")} == {STATE, "gc/condemned/young/0"}
+
+
 def test_a_page_that_cannot_be_read_stops_the_collector(
     shrunk: Store, bucket: Bucket, tmp_path: Path
 ) -> None:
