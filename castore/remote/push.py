@@ -33,6 +33,7 @@ from castore.errors import (
     InvalidValueError,
     NotFoundError,
     RemoteError,
+    RemoteMissingError,
 )
 from castore.objects.codecs import CODECS
 from castore.objects.packs import FILE_HEAD, build_record, read_record
@@ -41,7 +42,7 @@ from castore.records import AWAY, HEAD_SIZE, Blob, Entry
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import Guard
-from castore.remote.commits import Commit
+from castore.remote.commits import Commit, Ref
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.keys import commit_key, dictionary_key, object_key, page_key
 from castore.remote.outcomes import Progress, Pushed
@@ -111,8 +112,9 @@ def push(
     """
     guard = Guard(bucket)
     sender = _Sender(parts, bucket, pool, bad, guard, progress)
-    for attempt in range(_ATTEMPTS):
-        seen = commits.read_ref(bucket, ref)
+
+    def merge_with(seen: Ref | None) -> tuple[Pushed, bytes] | None:
+        """Push what the ref lacks that was seen; None if it has changed meanwhile."""
         head = None if seen is None else commits.read_commit(bucket, seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
         before = open_base(base, pages)
@@ -134,11 +136,25 @@ def push(
         if not guard.is_current():  # a collection has begun or ended, and may have deleted what was there
             guard.begin()
             sender.forget()
-            continue
-        if commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
-            counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects)
-            pushed = Pushed(ref, digest_of(commit).hex(), *counts)
-            return pushed, _next_base(plan, rows, root, before, pages)
+            return None
+        if not commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
+            return None
+        counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects)
+        pushed = Pushed(ref, digest_of(commit).hex(), *counts)
+        return pushed, _next_base(plan, rows, root, before, pages)
+
+    for attempt in range(_ATTEMPTS):
+        seen = commits.read_ref(bucket, ref)
+        try:
+            done = merge_with(seen)
+        except RemoteMissingError:
+            # A push that stands still for days may find a commit collected that the ref has left.
+            now = commits.read_ref(bucket, ref)
+            if seen is None or now is None or now.commit == seen.commit:
+                raise
+            done = None
+        if done is not None:
+            return done
         time.sleep(random.random() * min(2.0, 0.05 * 2**attempt))  # noqa: S311
     raise RemoteError(
         f"others moved ref {ref!r} in {bucket.url} {_ATTEMPTS} times while this push merged; push again"

@@ -54,8 +54,6 @@ class Cast:
             )  # fmt: skip
         except (ConflictError, NotFoundError, RemoteUnreachableError):
             pass
-        except RemoteMissingError:
-            pass  # held up for days between the ref and its commit; `World.check` knows whether a ref lacks any
         except RemoteError as error:
             if "does not end" not in str(error):  # the collector was killed
                 raise
