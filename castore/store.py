@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from castore import stats, training
+from castore import layout, stats, training
 from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
 from castore.gc import collect
 from castore.index import mounts, places
@@ -1135,7 +1135,12 @@ class Store:
             return collect.plan(self.parts, budget, seconds)
         self.index.require_writable()
         try:
-            return self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
+            collected = self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
+            if (self.path / layout.PAGES).is_dir():
+                from castore.remote import page_trim
+
+                page_trim.trim(self.parts)
+            return collected
         finally:
             self._ballast.keep()
 

@@ -36,7 +36,7 @@ from castore.gc import collect
 from castore.index import places
 from castore.parts import Parts
 from castore.records import DIGEST_SIZE, EntrySpec
-from castore.remote import commits, marker
+from castore.remote import commits, marker, page_trim
 from castore.remote.bucket import Bucket, Patience
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
@@ -346,6 +346,7 @@ class Fetcher:
         """Free the disk space of evicted bytes in packs, and of the journal's old records."""
         with suppress(CastoreError, OSError):  # no reader's business; the next time tries again
             collect.run(self._parts, self._parts.settings.max_size, collect.GRACE_SECONDS)
+            page_trim.trim(self._parts)
 
     def flush(self) -> None:
         """Write the counts of requests from time to time."""

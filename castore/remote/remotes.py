@@ -169,16 +169,25 @@ class Remotes:
             ref: the ref.
             below: the folder in the store that the ref's names are in, "" for none.
         """
-        data = _read(self._base_path(name, ref, below))
-        try:
-            digest = bytes.fromhex("" if data is None else data)
-        except ValueError:
-            return None
-        return digest if len(digest) == DIGEST_SIZE else None
+        return _digest(_read(self._base_path(name, ref, below)))
 
     def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
         """Keep a base."""
         self._write(self._base_path(name, ref, below), base.hex() + "\n")
+
+    def roots(self) -> list[bytes]:
+        """The roots of all bases, and of the commits that mounts have shown last."""
+        found: list[bytes] = []
+        for name in self.names():
+            for path in (self._folder / name).iterdir():
+                ref, mark, kind = path.name.partition("@")
+                if kind == "seen":
+                    seen = self.seen(name, ref)
+                    found += [] if seen is None else [seen.tree]
+                elif mark:
+                    base = _digest(_read(path))
+                    found += [] if base is None else [base]
+        return found
 
     def seen(self, name: str, ref: str) -> SeenCommit | None:
         """The newest commit of a ref that a mount of this store has shown."""
@@ -222,6 +231,14 @@ def _read(path: Path) -> str | None:
             return file.read(_MAX_BYTES).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _digest(text: str | None) -> bytes | None:
+    try:
+        digest = bytes.fromhex(text or "")
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_SIZE else None
 
 
 def _bound(value: Any) -> int | None:

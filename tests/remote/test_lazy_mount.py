@@ -29,7 +29,7 @@ from castore.remote.messages import SOCKET
 from castore.remote.pages import FRAME
 from castore.system.local_sockets import address
 from castore_fuse import MountError
-from tests.helpers import agrees_with_disk, flip, in_processes
+from tests.helpers import agrees_with_disk, flip, in_processes, noise
 from tests.mount.conftest import forget_pages, until
 from tests.remote.nodes import CONTENTS, ask_once, end_fetcher, fails, fetchers, here, node, read
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
@@ -71,6 +71,38 @@ def test_what_was_read_is_read_from_here_when_the_remote_is_gone(other: Store, c
         castore_fuse.mounted(other, remote="team", ref="two"),
     ):
         pass
+
+
+def test_gc_removes_pages_of_commits_that_nobody_shows_any_more(copied: Path, tmp_path: Path) -> None:
+    with (
+        node(tmp_path / "writer", copied.as_uri()) as writer,
+        node(tmp_path / "b", copied.as_uri()) as reader,
+    ):
+        writer.remove_remote("team")
+        team = writer.add_remote("team", copied.as_uri())
+        team.pull()
+        with castore_fuse.mounted(reader, remote="team") as root:
+            list(root.rglob("*"))
+        first = set(os.listdir(reader.path / "pages"))
+        writer.put_many((f"more/{number}", noise(50, number)) for number in range(3000))
+        team.push()
+        with castore_fuse.mounted(reader, remote="team") as root:
+            before = sorted(path.name for path in root.rglob("*"))
+        both = set(os.listdir(reader.path / "pages"))
+        reader.gc()
+        assert set(os.listdir(reader.path / "pages")) == both, "they are young"
+        for store in (reader, writer):
+            for path in (store.path / "pages").iterdir():
+                os.utime(path, (1, 1))
+            store.gc()
+        left = set(os.listdir(reader.path / "pages"))
+        assert left < both
+        assert not first <= left
+        assert team.push().added == 0, "a base is whole"
+        shutil.rmtree(copied)
+        end_fetcher(reader)
+        with castore_fuse.mounted(reader, remote="team") as root:
+            assert sorted(path.name for path in root.rglob("*")) == before
 
 
 def test_a_prefix_and_an_older_commit_are_mounted(pushed: Store, copied: Path, tmp_path: Path) -> None:

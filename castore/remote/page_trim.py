@@ -1,0 +1,70 @@
+"""Removes pages of trees that this store hardly needs any more. `castore gc` and the fetcher call it.
+
+Pages of bases stay, since no remote may have them, and so do those of the commits that mounts have shown
+last, so that a mount can begin without a network. Any other page goes when it is a day old: whoever needs it
+fetches it again. Nothing here talks to a remote.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from castore import layout
+from castore.errors import CorruptError
+from castore.parts import Parts
+from castore.remote.page_cache import read_cached
+from castore.remote.pages import decode
+from castore.remote.remotes import Remotes
+
+#: Seconds for which any page stays: pushes, pulls and mounts under way may read it again.
+KEPT_SECONDS = 86_400.0
+
+
+def trim(parts: Parts) -> int:
+    """Remove them; returns their bytes."""
+    now, freed = time.time(), 0
+    try:
+        found = [entry for entry in os.scandir(parts.path / layout.PAGES) if _is_old(entry, now)]
+    except FileNotFoundError:
+        return 0
+    if not found:
+        return 0
+    needed = _reachable(parts, Remotes(parts.path, parts.settings).roots())
+    for entry in found:
+        if entry.name not in needed:
+            with suppress(FileNotFoundError):  # another process was faster
+                size = entry.stat(follow_symlinks=False).st_size
+                os.unlink(entry.path)
+                freed += size
+    return freed
+
+
+def _is_old(entry: os.DirEntry[str], now: float) -> bool:
+    try:
+        return abs(now - entry.stat(follow_symlinks=False).st_mtime) > KEPT_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def _reachable(parts: Parts, roots: Iterable[bytes]) -> set[str]:
+    """The names of all pages of some trees. Reads the inner ones only."""
+    left, found = list(roots), set()
+    while left:
+        digest = left.pop()
+        if digest.hex() in found:
+            continue
+        found.add(digest.hex())
+        data = read_cached(parts.path, digest)
+        if data is None:
+            continue
+        with suppress(CorruptError):
+            page = decode(data, digest)
+            below = [child.page for child in page.children]
+            if page.level > 1:
+                left += below
+            else:
+                found.update(child.hex() for child in below)
+    return found
