@@ -26,6 +26,10 @@ from castore_fuse.view import View
 log = logging.getLogger("castore.fuse")
 
 
+#: Requests handled at once where some may wait for a network: others must not wait with them.
+_WAITING_THREADS = 32
+
+
 class MountDaemon:
     """The store, view and registration of one daemon, and how to close them."""
 
@@ -52,7 +56,10 @@ class MountDaemon:
         self.view = View(self.store, given.prefix, given.cache_size, tree)
         operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
-        session = Session(operations, given.mountpoint, options, given.threads)
+        threads = given.threads
+        if threads is None and self.store.remotes():
+            threads = _WAITING_THREADS
+        session = Session(operations, given.mountpoint, options, threads)
         listener = heartbeat = None
         # A mount of a remote can fetch its bytes again, so gc need not ask it.
         if not (self.store.read_only or given.remote):

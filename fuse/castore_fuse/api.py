@@ -51,7 +51,8 @@ def mount(
         allow_other: let other users in (root may, and others with ``user_allow_other`` in
             ``/etc/fuse.conf``).
         cache_size: bound on decoded frames kept in RAM, in bytes or as ``"256MB"``.
-        threads: number of requests handled at once; by default a few more than there are cores.
+        threads: number of requests handled at once; by default a few more than there are cores, and 32
+            if the store knows remotes, since bytes may have to come over a network.
         remote: name of a remote of the store. The names of its ref are shown instead of the store's, without
             a pull: bytes come when they are read, and stay in the store as far as its budget lets them.
         ref: a ref of the remote (default ``"main"``), or ``REF@COMMIT`` with at least six of a commit's hex

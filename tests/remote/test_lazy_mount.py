@@ -436,6 +436,29 @@ def test_bytes_that_are_here_are_read_at_once_while_the_network_hangs(
             assert time.monotonic() - began < 45, "nobody has waited for an answer"
 
 
+@pytest.mark.parametrize("is_pulled", [False, True], ids=["mounted", "pulled"])
+def test_readers_that_wait_for_a_network_that_hangs_hold_up_no_others(
+    team: str, link: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pulled: bool
+) -> None:
+    monkeypatch.setenv("CASTORE_REMOTE_TIMEOUT", "90")
+    with node(tmp_path / "two", team) as two, ThreadPoolExecutor(16) as pool:
+        if is_pulled:
+            two.pull(remote="team", lazy=True)
+        with castore_fuse.mounted(two, remote="" if is_pulled else "team") as root:
+            assert (root / "middle").read_bytes() == CONTENTS["middle"]
+            list(root.iterdir())
+            link.inject(stall(0), ALWAYS)
+            names = ["large", "text", "one", "small/100"] * 4
+            waiting = [pool.submit((root / name).read_bytes) for name in names]
+            forget_pages(root / "middle")
+            assert (root / "middle").read_bytes() == CONTENTS["middle"]
+            assert not any(reader.done() for reader in waiting)
+            link.heal()
+            end_fetcher(two)  # its requests hang on
+            for reader, name in zip(waiting, names, strict=True):
+                assert reader.result() == CONTENTS[name]
+
+
 def test_credentials_that_are_refused_do_not_stick(
     team: str, link: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
