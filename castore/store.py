@@ -61,6 +61,10 @@ _BATCH = 2000
 _SMALL_BATCH = 50
 
 
+def _is_over(found: Found) -> bool:
+    return found.expires is not None and found.expires <= time.time()
+
+
 def _find_origin(parts: Parts) -> Origin:
     from castore.remote.origin import RemoteOrigin  # stores without remotes need none of it
 
@@ -479,11 +483,17 @@ class Store:
 
     def _blob(self, name: str) -> Blob:
         found = self.index.find(check_name(name))
-        if found is None or (found.expires is not None and found.expires <= time.time()):
+        if found is None or _is_over(found):
             raise self._not_found(name)
         return found.blob
 
     def _not_found(self, name: str) -> NotFoundError:
+        found = self.index.find(name)
+        if found is not None and found.blob.pack == AWAY and not _is_over(found):
+            return NotFoundError(
+                f"the bytes of {name!r} are only in a remote, which has lost or damaged them;"
+                " `castore remote check --deep` tells more, and `castore pull --lazy` takes new places"
+            )
         return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
 
     # Blobs

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from castore import layout
 from castore.cli.output import AsJson, abbreviate, plural, print_json, progress, spinner
 from castore.cli.store_access import store_path
 
@@ -72,7 +73,11 @@ def _print(findings: list[Diagnosis], rebuilt: Rebuilt | None, path: Path) -> No
     if rebuilt is not None:
         entries = plural(rebuilt.entries, "entry", "entries")
         typer.echo(f"{path}: a new index of {entries} and {plural(rebuilt.blobs, 'blob')}")
-        _list("names whose bytes are gone, dropped", rebuilt.lost)
+        _list("names whose bytes are not here, dropped", rebuilt.lost)
+        if rebuilt.lost and (path / layout.REMOTES).is_dir():
+            typer.echo(
+                "names that were pulled without bytes come back with `castore pull --lazy`; pin them again"
+            )
         _list("could not be read", rebuilt.damaged)
     elif not any(finding.mended or finding.left_to_do for finding in findings):
         typer.echo(f"{path}: all in order")

@@ -67,4 +67,8 @@ def push(
         sent = f"{format_size(pushed.sent)} in {plural(pushed.objects, 'object')}"
         typer.echo(f"pushed {changes} to {at}: {sent}")
     else:
-        typer.echo(f"nothing to push: {at} has it all")
+        typer.echo(f"nothing to push: {at} has {'the others' if pushed.gone else 'it all'}")
+    if pushed.gone:
+        typer.echo(
+            f"not pushed: {plural(pushed.gone, 'name')} that others have removed; --ref OTHER takes them"
+        )

@@ -65,7 +65,7 @@ def _away(stat: Stat) -> _Section:
     away = stat.away
     if not away.blobs:
         return []
-    words = f"as stored there, in {plural(away.blobs, 'blob')} that come when they are read"
+    words = f"as stored there, in {plural(away.blobs, 'blob')}; bytes come when they are read"
     return [("in remotes", _size(away.stored, words))]
 
 

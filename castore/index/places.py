@@ -38,9 +38,13 @@ _COUNT_AWAY = (
 )
 _IN_REMOTE = (
     f"SELECT 1 FROM blobs b JOIN places p ON p.digest = b.digest JOIN origins o ON o.id = p.origin"
-    f" WHERE b.pack = {AWAY} AND o.remote = ? LIMIT 1"
+    f" WHERE b.pack = {AWAY} AND b.refs > 0 AND o.remote = ? LIMIT 1"
 )
 
+_NAMELESS = (
+    "SELECT b.digest FROM blobs b JOIN places p ON p.digest = b.digest JOIN origins o ON o.id = p.origin"
+    f" WHERE b.pack = {AWAY} AND b.refs = 0 AND o.remote = ?"
+)
 _NAMES = (
     "SELECT name, accessed FROM entries WHERE name IN (SELECT value FROM json_each(?)) AND digest = ?"
     " AND pinned = 0"
@@ -180,6 +184,10 @@ def forget(txn: Write, remote: str) -> bool:
     """Forget what a remote has; False, and nothing is forgotten, if some blobs are only there."""
     if txn.execute(_IN_REMOTE, (remote,)).fetchone() is not None:
         return False
+    for (digest,) in txn.execute(_NAMELESS, (remote,)).fetchall():
+        blob = txn.blob(digest)
+        if blob is not None:
+            txn.drop_blob(blob)
     txn.execute("DELETE FROM places WHERE origin IN (SELECT id FROM origins WHERE remote = ?)", (remote,))
     drop_unused(txn)
     return True

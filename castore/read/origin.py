@@ -53,8 +53,8 @@ class Origin(Protocol):
         RemoteError: any call, if nobody can tell now.
     """
 
-    def bring(self, digests: Sequence[bytes]) -> None:
-        """Have the bytes of blobs in the store."""
+    def bring(self, digests: Sequence[bytes], *, large: bool) -> None:
+        """Have the bytes of blobs in the store, with ``large`` also of those that otherwise come in parts."""
         ...
 
     def describe(self, digest: bytes) -> dict[str, str]:

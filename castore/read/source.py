@@ -17,7 +17,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from castore.errors import CorruptError, RemoteError, StoreError
+from castore.errors import CorruptError, RemoteError, RemoteMissingError, StoreError
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.database import Index
 from castore.names import check_name
@@ -256,7 +256,7 @@ class BlobSource:
             FileNotFoundError: a remote has lost some of them.
             RemoteError: a remote cannot be used.
         """
-        self._origin.bring(digests)
+        self._origin.bring(digests, large=True)
 
     def describe_away(self, digest: bytes) -> dict[str, str]:
         """Facts about a blob that is away, for people."""
@@ -274,7 +274,7 @@ class BlobSource:
         if len(away) < 2:
             return found
         with suppress(FileNotFoundError):  # of one of them: each is asked for by itself then
-            self.bring(list(away))
+            self._origin.bring(list(away), large=False)
         return found | self._index.find_many([name for name, row in found.items() if row.blob.digest in away])
 
     def _fetch_named(self, name: str, found: Found) -> tuple[Found, bytes | None]:
@@ -316,9 +316,12 @@ class BlobSource:
             return None
 
     def _load(self, blob: Blob, *, again: bool = True) -> bytes:
-        reader = self._open_whole(blob).share(self.shared)
+        reader = self.open(blob).share(self.shared)
         try:
             return reader.read_all()
+        except RemoteMissingError as error:
+            log.warning("bytes that are only in a remote cannot be had: %s", error)
+            raise FileNotFoundError(str(error)) from error
         except CorruptError as error:
             if not self.quarantine(reader.blob, error) or not again:
                 raise FileNotFoundError(str(error)) from error
@@ -340,21 +343,6 @@ class BlobSource:
                 blob = self._index.blob(blob.digest) or blob
             try:
                 return self.open_here(blob, cache)
-            except FileNotFoundError:
-                current = self._index.blob(blob.digest)
-                if current is None or current.pack != AWAY:
-                    raise
-                blob = current
-        raise self._dropped()
-
-    def _open_whole(self, blob: Blob) -> BlobReader:
-        """A reader of bytes that are all here, be it from now on."""
-        for _ in range(ATTEMPTS):
-            if blob.pack == AWAY:
-                self.bring([blob.digest])
-                blob = self._index.blob(blob.digest) or blob
-            try:
-                return self.open_here(blob)
             except FileNotFoundError:
                 current = self._index.blob(blob.digest)
                 if current is None or current.pack != AWAY:

@@ -134,7 +134,7 @@ class _Source:
         try:
             marker.check(self.bucket)
         except RemoteMissingError as none:
-            raise RemoteUnreachableError(f"{error}: {none} any more; is it mounted?") from none
+            raise RemoteUnreachableError(str(none)) from error
 
 
 class _Coming:

@@ -37,6 +37,8 @@ class FetcherClient:
 
     def __init__(self, store: Path) -> None:
         self._store = store
+        self._open_now: set[socket.socket] = set()
+        self._is_over = False
 
     def call(self, do: str, **fields: Any) -> Any:
         """Do a request, and return its result.
@@ -47,9 +49,15 @@ class FetcherClient:
             CorruptError: the remote's bytes are damaged.
         """
         for _ in range(_ATTEMPTS):
+            if self._is_over:
+                break
             with self._connect() as connection, suppress(BrokenPipeError, ConnectionResetError):
-                send(connection, {"do": do, **fields})
-                answer = receive(connection)
+                self._open_now.add(connection)
+                try:
+                    send(connection, {"do": do, **fields})
+                    answer = receive(connection)
+                finally:
+                    self._open_now.discard(connection)
                 if answer is not None and "error" in answer:
                     raise rebuild(answer["error"])
                 if answer is not None:
@@ -57,6 +65,13 @@ class FetcherClient:
         raise RemoteError(
             f"the process that fetches for {self._store} ended {_ATTEMPTS} times before it answered"
         )
+
+    def abandon(self) -> None:
+        """End all requests under way, in any thread, with an error. For an interrupt."""
+        self._is_over = True
+        for connection in list(self._open_now):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def done(self) -> None:
         """Tell the fetcher, if there is one, that this reader will not ask again."""

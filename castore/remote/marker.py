@@ -37,7 +37,8 @@ def check(bucket: Bucket) -> None:
     try:
         data = bucket.get(SETTINGS).data
     except RemoteMissingError as error:
-        raise RemoteMissingError(f"{bucket.url} is no remote: it has no {SETTINGS}") from error
+        mounted = "; is its file system mounted?" if bucket.url.startswith("file:") else ""
+        raise RemoteMissingError(f"{bucket.url} is no remote: it has no {SETTINGS}{mounted}") from error
     try:
         found = json.loads(data)["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -17,6 +17,8 @@ from castore.objects.codecs import Buffer
 from castore.read.usage import Usage
 from castore.remote.bucket import Bucket, Listed, Versioned
 
+#: Set when this process ends: nobody waits for a limited link any more.
+ENDED = threading.Event()
 #: Seconds of silence that a limited link may catch up on.
 BURST_SECONDS = 0.25
 
@@ -41,8 +43,8 @@ class Link:
             now = time.monotonic()
             self._free = max(self._free, now - BURST_SECONDS) + size / self._rate
             wait = self._free - now
-        if wait > 0:
-            time.sleep(wait)
+        if wait > 0 and ENDED.wait(wait):
+            raise RemoteError("the transfer was interrupted")
 
 
 class MeteredBucket:

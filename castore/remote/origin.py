@@ -49,12 +49,13 @@ class RemoteOrigin:
         self._windows = PackWindow()
         self._hints = Hints()
 
-    def bring(self, digests: Sequence[bytes]) -> None:
+    def bring(self, digests: Sequence[bytes], *, large: bool = True) -> None:
         """See `Origin`."""
         for start in range(0, len(digests), _BATCH):
             by_remote: dict[str, list[RemotePlace]] = defaultdict(list)
             for place in places.of_blobs(self._parts.index, digests[start : start + _BATCH]).values():
-                by_remote[place.remote].append(place)
+                if large or place.stored <= WHOLE_LIMIT:
+                    by_remote[place.remote].append(place)
             for remote, wanted in by_remote.items():
                 self._fetch(remote, [*wanted, *self._neighbours(wanted)], first=len(wanted))
 

@@ -39,6 +39,7 @@ class Pushed(NamedTuple):
             gone.
         sent: bytes of objects, pages and the commit that were uploaded.
         objects: number of those.
+        gone: names that others have removed from the ref since, and that it was not given back.
     """
 
     ref: str
@@ -48,6 +49,7 @@ class Pushed(NamedTuple):
     removed: int
     sent: int
     objects: int
+    gone: int = 0
 
 
 class RemoteCollected(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
+from castore.remote.kept import WHOLE_LIMIT, Division
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -213,10 +215,12 @@ def _name(parts: Parts, bucket: Bucket, remote: str, plan: _Plan, progress: Prog
         lock_yield.pause_if_due()
     # The remote may have other places for bytes that it had lost, or that were pushed again.
     for start in range(0, len(plan.agreed), _COMMIT):
-        agreed = plan.agreed[start : start + _COMMIT]
-        with parts.index.write() as txn:
-            places.refresh(txn, [_remote_place(remote, row) for row in agreed])
-        lock_yield.pause_if_due()
+        agreed = {row.digest: _remote_place(remote, row) for row in plan.agreed[start : start + _COMMIT]}
+        known = places.of_blobs(parts.index, list(agreed))
+        if moved := [place for digest, place in agreed.items() if known.get(digest) != place]:
+            with parts.index.write() as txn:
+                places.refresh(txn, moved)
+            lock_yield.pause_if_due()
 
 
 def _remote_place(remote: str, row: Row) -> RemotePlace:
@@ -286,6 +290,16 @@ class _Fetch:
                     ready, batch = batch, []
                     self._parts.writer.restore(ready)
             self._parts.writer.restore(batch)
+        self._drop_parts(wanted.values())
+
+    def _drop_parts(self, rows: Iterable[Row]) -> None:
+        """Drop what readers have kept of blobs that are whole now."""
+        large = [row.place for row in rows if row.place.stored > WHOLE_LIMIT]
+        names = [part.name(place.object) for place in large for part in Division(place).parts]
+        for start in range(0, len(names), _COMMIT):
+            with self._parts.index.write() as txn:
+                for name in names[start : start + _COMMIT]:
+                    txn.delete_entry(name)
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
         known: dict[bytes, Staged] = {}

@@ -17,6 +17,7 @@ import random
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing
@@ -35,6 +36,8 @@ from castore.errors import (
     RemoteError,
     RemoteMissingError,
 )
+from castore.index import places
+from castore.index.places import RemotePlace
 from castore.objects.codecs import CODECS
 from castore.objects.packs import FILE_HEAD, build_record, read_record
 from castore.parts import Parts
@@ -74,6 +77,7 @@ class _Plan(NamedTuple):
     added: int
     changed: int
     removed: int
+    gone: int
 
 
 def push(
@@ -88,6 +92,7 @@ def push(
     delete: bool,
     base: bytes | None,
     bad: Set[bytes],
+    remote: str,
     progress: Progress,
 ) -> tuple[Pushed, bytes]:
     """Bring the names at and below ``prefix`` into ``ref``.
@@ -98,6 +103,7 @@ def push(
         delete: also remove names from the ref that the store does not have. By default they stay: a store is
             a cache, and what it evicted is no less wanted.
         base: root of the tree of names on which this store and the ref agreed last, or None.
+        remote: the remote's name in this store, which may know where blobs lie there.
         bad: digests of objects that are missing or damaged. Names whose bytes lie there are pushed again, if
             the store has the same bytes.
 
@@ -111,7 +117,7 @@ def push(
         RemoteError: the remote cannot be used.
     """
     guard = Guard(bucket)
-    sender = _Sender(parts, bucket, pool, bad, guard, progress)
+    sender = _Sender(parts, bucket, pool, bad, guard, remote, progress)
 
     def merge_with(seen: Ref | None) -> tuple[Pushed, bytes] | None:
         """Push what the ref lacks that was seen; None if it has changed meanwhile."""
@@ -120,7 +126,7 @@ def push(
         before = open_base(base, pages)
         plan = _plan(parts, tree, before, prefix, delete, bad, ref)
         if head is not None and seen is not None and not plan.entries:
-            unchanged = Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects)
+            unchanged = Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
             return unchanged, _next_base(plan, [], head.tree, before, pages)
         rows = sender.send(plan.entries, tree)
         made: dict[bytes, bytes] = {}
@@ -139,7 +145,7 @@ def push(
             return None
         if not commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
             return None
-        counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects)
+        counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects, plan.gone)
         pushed = Pushed(ref, digest_of(commit).hex(), *counts)
         return pushed, _next_base(plan, rows, root, before, pages)
 
@@ -194,7 +200,7 @@ def _plan(
     chosen: list[tuple[str, Entry | None]] = []
     agreed: list[Row] = []
     is_all = not prefix
-    seen = added = changed = removed = 0
+    seen = added = changed = removed = gone = 0
     conflicts: list[str] = []
     pickled: list[str] = []
     ours = parts.index.entries(prefix, time.time(), damaged=False)
@@ -227,6 +233,7 @@ def _plan(
             agreed.append(row)
         elif difference is Difference.THEIRS:
             is_all = False
+            gone += row is None
         else:
             conflicts.append(compared.name)
     if prefix and not chosen and not seen:
@@ -242,7 +249,7 @@ def _plan(
             f"{list_names(pickled)} would have to be unpickled by whoever pulls, which runs code, so no"
             " remote takes pickles; save with another serializer, or push a prefix without them"
         )
-    return _Plan(chosen, agreed, is_all, added, changed, removed)
+    return _Plan(chosen, agreed, is_all, added, changed, removed, gone)
 
 
 # Sending
@@ -258,6 +265,7 @@ class _Sender:
         pool: Executor,
         bad: Set[bytes],
         guard: Guard,
+        remote: str,
         progress: Progress,
     ) -> None:
         self._parts = parts
@@ -265,6 +273,7 @@ class _Sender:
         self._pool = pool
         self._bad = bad
         self._guard = guard
+        self._remote = remote
         self._progress = progress
         self._places: dict[bytes, Place] = {}
         self._pending: set[Future[None]] = set()
@@ -306,10 +315,16 @@ class _Sender:
                 if row.digest in wanted and row.place.object not in self._bad:
                     self._places[row.digest] = row.place
                     del wanted[row.digest]
+        self._find_known(wanted)
         self._total += sum(wanted.values())
         try:
             self._send_blobs(wanted)
             self._wait(0)
+        except FileNotFoundError as error:
+            raise RemoteError(
+                f"bytes of {self._parts.path} were gone when this push read them ({error}): push again; if"
+                " that recurs, the store's budget is too small to bring from one remote what another lacks"
+            ) from error
         finally:
             for future in self._pending:
                 future.cancel()
@@ -319,6 +334,24 @@ class _Sender:
             (name, None if entry is None else self._row(entry, self._places[bytes.fromhex(entry.digest)]))
             for name, entry in entries
         ]
+
+    def _find_known(self, wanted: dict[bytes, int]) -> None:
+        """Count on objects of this remote that a lazy pull has told of, if they are there still."""
+        known: dict[tuple[bytes, bool], list[RemotePlace]] = defaultdict(list)
+        digests = list(wanted)
+        for start in range(0, len(digests), _DIGESTS):
+            for place in places.of_blobs(self._parts.index, digests[start : start + _DIGESTS]).values():
+                if place.remote == self._remote and place.object not in self._bad:
+                    known[place.object, place.offset > 0].append(place)
+        for (digest, is_packed), members in known.items():
+            key = object_key(digest, packed=is_packed)
+            if self._guard.must_upload([key]) or self._bucket.size(key) is None:
+                continue
+            for place in members:
+                self._places[place.digest] = Place(
+                    place.object, place.offset, place.stored, place.codec, place.frames
+                )
+                del wanted[place.digest]
 
     def _row(self, entry: Entry, place: Place) -> Row:
         return Row(

@@ -32,6 +32,11 @@ from castore.remote.outcomes import (
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.units import parse_duration
 
+# With `-m` Python would import modules from the current folder, which may hold anything.
+_PROGRAM = (
+    "import sys; sys.path[:] = [entry for entry in sys.path if entry not in ('', '.')];"
+    " from castore.remote.transfer import main; sys.exit(main())"
+)
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
 
@@ -116,6 +121,7 @@ class Remote:
             "delete": delete,
             "base": _hex(base),
             "bad": bad,
+            "remote": self.name,
         }
         result = self._call("push", arguments, progress)
         self._remotes.set_base(self.name, ref, "", bytes.fromhex(result.pop("base")))
@@ -319,7 +325,7 @@ class Remote:
             "arguments": arguments,
         }  # fmt: skip
         reading, writing = os.pipe()
-        command = [sys.executable, "-m", "castore.remote.transfer", str(writing)]
+        command = [sys.executable, "-c", _PROGRAM, str(writing)]
         outcome: dict[str, Any] | None = None
         with ExitStack() as opened:
             # A terminal's Ctrl-C reaches the new process too, which inherits the mask: this process ends it.

@@ -1,4 +1,4 @@
-"""The process that talks to a bucket: `python -m castore.remote.transfer FD`, started for one call.
+"""The process that talks to a bucket: `main`, with a descriptor as its argument, started for one call.
 
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
 ever opens a connection: it starts this one by exec, writes the call to its standard input as a line of JSON,
@@ -26,7 +26,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.collect import collect
 from castore.remote.error_values import describe
-from castore.remote.metered_bucket import MeteredBucket
+from castore.remote.metered_bucket import ENDED, MeteredBucket
 from castore.remote.page_cache import PageCache
 from castore.remote.probe import probe
 from castore.remote.process import open_parts
@@ -172,6 +172,7 @@ def _end_with_caller() -> None:
 
 def _interrupt(*_: object) -> None:
     _Progress.is_over = True
+    ENDED.set()
     raise KeyboardInterrupt
 
 
@@ -212,14 +213,13 @@ def _do(request: dict[str, Any]) -> Any:
     parts = open_parts(Path(request["store"]), **request["options"])
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
-            call: Callable[..., Any] = getattr(_Call(parts, _bucket(parts, request), pool), request["call"])
+            bucket = _bucket(parts, request)
+            if request["call"] != "prepare":
+                marker.check(bucket)  # a file system that is not mounted must not look like an empty remote
+            call: Callable[..., Any] = getattr(_Call(parts, bucket, pool), request["call"])
             return call(**request["arguments"])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         finally:
             parts.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

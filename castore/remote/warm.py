@@ -47,13 +47,17 @@ def fetch_ahead(
     """
     pending: dict[Future[Any], int] = {}
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        for size, call, fields in _requests(rows):
-            if ended is not None and ended.is_set():
-                break
-            if len(pending) == _REQUESTS:
-                _finish(pending, wait(pending, return_when=FIRST_COMPLETED).done, progress)
-            pending[pool.submit(fetcher.call, call, remote=remote, **fields)] = size
-        _finish(pending, wait(pending).done, progress)
+        try:
+            for size, call, fields in _requests(rows):
+                if ended is not None and ended.is_set():
+                    break
+                if len(pending) == _REQUESTS:
+                    _finish(pending, wait(pending, return_when=FIRST_COMPLETED).done, progress)
+                pending[pool.submit(fetcher.call, call, remote=remote, **fields)] = size
+            _finish(pending, wait(pending).done, progress)
+        except KeyboardInterrupt:
+            fetcher.abandon()
+            raise
 
 
 def _finish(

@@ -50,7 +50,7 @@ class Cast:
         try:
             push(
                 store.parts, bucket, self._pages(store, bucket), Inline(), ref=ref, prefix=prefix, note="",
-                delete=delete, base=None, bad=set(), progress=lambda *bytes_: None,
+                delete=delete, base=None, bad=set(), remote="team", progress=lambda *bytes_: None,
             )  # fmt: skip
         except (ConflictError, NotFoundError, RemoteUnreachableError):
             pass
