@@ -24,6 +24,7 @@ from castore.remote.pages import digest_of
 from tests.cli.conftest import Cli
 from tests.cli.test_terminal import drawn, read_all
 from tests.helpers import noise
+from tests.remote.nodes import end_fetcher
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -602,3 +603,17 @@ def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other:
     assert cli("remote", "rm", "team").code == 0
     assert "kept by name" not in cli("gc", "--max-size", "0").out
     assert cli("ls").out == ""
+
+
+def test_an_interrupt_of_warm_does_not_wait_for_a_limited_link(
+    castore: Start, cli: Cli, store: Store, url: str, other: Store
+) -> None:
+    other.put_many((f"n/{number}", noise(500_000, number)) for number in range(40))
+    other.push("n", to="theirs")
+    assert cli("remote", "add", "team", url, "--rate", "100KB").code == 0
+    process = castore("warm", start_new_session=True)
+    try:
+        told = interrupt(process, (store.path / "pages").is_dir)
+    finally:
+        end_fetcher(store)
+    assert b"Traceback" not in told
