@@ -34,6 +34,7 @@ from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
 from castore.remote.tree import Tree, difference
 from castore.remote.urls import open_bucket
+from castore.system.ballast import full_disk_error
 
 #: Requests under way at once.
 _THREADS = 16
@@ -200,8 +201,10 @@ def _serve() -> int:
         _send({"result": _do(request)})
     except BrokenPipeError:
         raise
-    except (CastoreError, OSError) as error:
+    except CastoreError as error:
         _send({"error": describe(error)})
+    except OSError as error:
+        _send({"error": describe(full_disk_error(Path(request["store"]), error) or error)})
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from castore import Store
 from castore.errors import CastoreError, FullError, StoreError
 from castore.objects.packs import PACK_LIMIT
-from castore.records import Entry, EntrySpec
+from castore.records import LOST, Entry, EntrySpec
 from castore.watch import entry_sources
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.write.batch import Batch, add_staged, commit_checked, staged_file
@@ -54,14 +54,14 @@ class _PendingFile(NamedTuple):
 
 
 def is_current(store: Store, entry: Entry | None, path: str, size: int, mtime_ns: int) -> bool:
-    """Whether an entry was made from this very file as it is now, and the store has its bytes."""
+    """Whether an entry was made from this very file as it is now, and its bytes can be had."""
     source = entry.metadata.get("source") if entry is not None else None
     if entry is None or not isinstance(source, dict):
         return False
     if (source.get("path"), source.get("mtime_ns"), entry.size) != (path, mtime_ns, size):
         return False
     found = store.find(entry.name)
-    return found is not None and found.blob.is_here
+    return found is not None and found.blob.pack != LOST
 
 
 class Adder:

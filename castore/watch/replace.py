@@ -143,6 +143,10 @@ def _require_replaceable(file: Snapshot) -> None:
 def _sync(store: Store, entry: Entry, synced: set[Path]) -> None:
     """Sync the object to the disk: another process may have put it. The index is durable already."""
     blob = store.blob(entry.digest)
+    try:
+        blob = None if blob is None else store.bring(blob)
+    except CastoreError as error:
+        raise FileBusyError(entry.name) from error  # its bytes are in a remote, and cannot be had now
     if blob is None or not blob.is_here:
         raise FileBusyError(entry.name)
     path = Path(store.path_of(blob))

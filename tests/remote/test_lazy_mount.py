@@ -67,7 +67,7 @@ def test_what_was_read_is_read_from_here_when_the_remote_is_gone(other: Store, c
     with castore_fuse.mounted(other, remote="team") as root:
         assert read(root) == CONTENTS
     with (
-        pytest.raises(MountError, match="is it mounted"),
+        pytest.raises(MountError, match="is its file system mounted"),
         castore_fuse.mounted(other, remote="team", ref="two"),
     ):
         pass

@@ -15,6 +15,7 @@ import castore_fuse
 from castore import Store
 from castore.adapters.datasets import cached_map, wait
 from castore.errors import InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
+from castore.watch.adder import is_current
 from tests.helpers import agrees_with_disk, flip, in_processes, noise
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
 
@@ -381,3 +382,18 @@ def test_a_remote_can_be_forgotten_once_no_name_needs_it(lazy: Store) -> None:
     lazy.remove_remote("team")
     lazy.gc(grace=0)
     assert lazy.totals() == (0, 0, 0, 0, 0, 0)
+
+
+def test_a_watched_file_is_as_it_was_though_its_bytes_are_away(tmp_path: Path) -> None:
+    file, url = tmp_path / "one.txt", (tmp_path / "shared").as_uri()
+    file.write_bytes(text(5000))
+    status = file.stat()
+    source = {"path": str(file), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    with Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
+        one.put_file("one", file, metadata={"source": source})
+        one.add_remote("team", url).push()
+        two.add_remote("team", url).pull(lazy=True)
+        entry = two.entry("one")
+        assert entry is not None
+        assert entry.away
+        assert is_current(two, entry, str(file), status.st_size, status.st_mtime_ns)
