@@ -386,7 +386,7 @@ def test_a_remote_can_be_forgotten_once_no_name_needs_it(lazy: Store) -> None:
 
 def test_a_watched_file_is_as_it_was_though_its_bytes_are_away(tmp_path: Path) -> None:
     file, url = tmp_path / "one.txt", (tmp_path / "shared").as_uri()
-    file.write_bytes(text(5000))
+    file.write_bytes(noise(5000))
     status = file.stat()
     source = {"path": str(file), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
     with Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
