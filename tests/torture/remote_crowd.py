@@ -393,7 +393,7 @@ def _children(pid: int) -> list[int]:
 
 def _is(pid: int, word: bytes) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
-        return word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return word in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
