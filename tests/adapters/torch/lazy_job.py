@@ -1,11 +1,13 @@
 """The script of test_torchrun.py: jobs of two epochs of a lazy shard, with a record of all that happens.
 
-A job needs no process group unless told to make one, which then is there for the jobs behind it, too. The argument is a JSON list with the options of each job.
-A job writes into its ``out``.
+A job needs no process group unless told to make one, which then is there for the jobs behind it, too. The
+argument is a JSON list with the options of each job. A job writes into its ``out``. A rank that hangs says
+where.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -101,6 +103,8 @@ def do(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     for job in json.loads(sys.argv[1]):
+        faulthandler.dump_traceback_later(150)  # before the others give up
         do(job)
+        faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized():
         dist.destroy_process_group()
