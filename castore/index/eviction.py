@@ -26,17 +26,18 @@ _STORED, _REFS, _PACK = (f"CAST(b.{column} AS INTEGER)" for column in ("stored",
 _CANDIDATE = (
     "SELECT e.name, CAST(e.digest AS BLOB), e.accessed,"
     f" coalesce({_STORED}, 0), coalesce({_REFS}, 1), coalesce({_PACK}, 0), %s"
-    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest %s WHERE {_FREE}"
+    f" FROM entries e LEFT JOIN blobs b ON b.digest = e.digest %s WHERE {_FREE} %s"
     " ORDER BY %s <= ?, %s"
 )
-_BY_LAST_USE = _CANDIDATE % ("0", "", "e.accessed", "e.accessed")
-# Bytes of a remote count as used when they came, too: those that are fetched ahead are read after that.
+_BY_LAST_USE = _CANDIDATE % ("0", "", "", "e.accessed", "e.accessed")
+# Bytes of a remote count as used when they came, too: those that are fetched ahead are read after that. What
+# is away frees nothing.
 _BY_LAST_FETCH = _CANDIDATE % (
     "p.digest IS NOT NULL",
     "LEFT JOIN places p ON p.digest = e.digest",
+    f"AND coalesce({_PACK}, 0) != {AWAY}",
     *["max(e.accessed, coalesce(p.fetched, 0.0))"] * 2,
 )
-_BY_LAST_FETCH = _BY_LAST_FETCH.replace(" ORDER BY", f" AND coalesce({_PACK}, 0) != {AWAY} ORDER BY")
 _EXPIRED = f"SELECT name, CAST(digest AS BLOB), accessed FROM entries e WHERE {_FREE} AND expires <= ?"
 _BLOBS = f"SELECT digest, {_STORED}, {_REFS}, {_PACK} FROM blobs b WHERE digest IN (%s)"
 _ORPHANS = (
