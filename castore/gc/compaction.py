@@ -18,7 +18,7 @@ from castore.index.lock_yield import LockYield
 from castore.index.transaction import Write
 from castore.objects.directory import ObjectDirectory, check_row
 from castore.objects.packs import FILE_HEAD, Damage, PackRecord, read_record, scan
-from castore.records import AWAY, HEAD_SIZE, Blob
+from castore.records import HEAD_SIZE, Blob
 
 if TYPE_CHECKING:
     from castore.parts import Parts
@@ -134,16 +134,12 @@ def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damag
         row = rows.get(item.blob.digest)
         if row == item.blob:
             _move(parts, txn, fd, item.blob)
-        elif row is None or not _is_damaged(parts, row) or not _repair_row(parts, txn, fd, item.blob):
+        elif row is None or not parts.objects.lacks(row) or not _repair_row(parts, txn, fd, item.blob):
             continue
         moved += 1
         if moved == _MAX_MOVED:
             return position, item is found[-1]
     return position, True
-
-
-def _is_damaged(parts: Parts, row: Blob) -> bool:
-    return row.pack != AWAY and not parts.objects.holds(row)
 
 
 def _move(parts: Parts, txn: Write, fd: int, blob: Blob) -> None:

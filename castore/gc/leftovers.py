@@ -17,7 +17,7 @@ from castore.index.database import Index
 from castore.index.pack_rows import pack_ids
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import PackRecord, scan
-from castore.records import AWAY, Blob
+from castore.records import Blob
 from castore.system.temporary import leftover_files, leftover_folders
 
 #: The journal is rewritten when it is larger than this and than JOURNAL_GROWTH times its last snapshot.
@@ -74,18 +74,14 @@ def _is_wanted(index: Index, objects: ObjectDirectory, pack: int) -> bool:
     found = scan(objects.packs.path(pack), pack, payloads=False)
     digests = (one.blob.digest for one in found if isinstance(one, PackRecord))
     while batch := list(islice(digests, 1000)):
-        if any(_is_homeless(objects, row) for row in index.blobs_of(batch).values()):
+        if any(objects.lacks(row) for row in index.blobs_of(batch).values()):
             return True
     return False
 
 
 def _wants(objects: ObjectDirectory, blob: Blob) -> bool:
     """Whether a damaged row, which refers to no bytes, needs the object here, which is intact."""
-    return _is_homeless(objects, blob) and objects.find_intact(blob.digest) is not None
-
-
-def _is_homeless(objects: ObjectDirectory, blob: Blob) -> bool:
-    return blob.pack != AWAY and not objects.holds(blob)
+    return objects.lacks(blob) and objects.find_intact(blob.digest) is not None
 
 
 def _size(path: Path) -> int | None:

@@ -182,6 +182,10 @@ class ObjectDirectory:
             return False
         return blob.pack > 0 or (blob.pack == LOOSE and os.path.lexists(self.where(blob)))
 
+    def lacks(self, blob: Blob) -> bool:
+        """Whether a row refers to bytes that should be here, and are not."""
+        return blob.pack != AWAY and not self.holds(blob)
+
     def digests(self) -> set[bytes]:
         """All digests that have an object or a record, without the index. Scans all packs: for repair."""
         packed: set[bytes] = set()

@@ -51,9 +51,10 @@ _Remembered = tuple[Slot[bytes], int, float, Blob | None, str]
 
 
 class Fault(Enum):
-    """What was at fault when a blob could not be read: nothing any more, its row, or its object.
+    """The cause of a blob that could not be read.
 
-    If a remote has the bytes of a damaged object, the blob is away, and is fetched again.
+    NONE: another thread or process has mended it. ROW: the index was wrong, and is corrected. OBJECT: the
+    bytes are damaged. AWAY: the bytes are damaged, and a remote has them, so they are fetched again.
     """
 
     NONE, ROW, OBJECT, AWAY = range(4)

@@ -50,7 +50,7 @@ class FetcherClient:
         """
         for _ in range(_ATTEMPTS):
             if self._is_over:
-                break
+                raise RemoteError("the request was interrupted")
             with self._connect() as connection, suppress(BrokenPipeError, ConnectionResetError):
                 self._open_now.add(connection)
                 try:

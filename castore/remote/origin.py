@@ -109,7 +109,7 @@ class RemoteOrigin:
         except StoreError as error:
             raise RemoteError(
                 f"bytes that are only in remote {remote!r} cannot be kept: {error};"
-                " read them as a user who may write to the store"
+                " a user who may write to the store can read them"
             ) from error
 
 

@@ -23,23 +23,20 @@ from castore.remote.remotes import Remotes
 KEPT_SECONDS = 86_400.0
 
 
-def trim(parts: Parts) -> int:
-    """Remove them; returns their bytes."""
-    now, freed = time.time(), 0
+def trim(parts: Parts) -> None:
+    """Remove them."""
+    now = time.time()
     try:
         found = [entry for entry in os.scandir(parts.path / layout.PAGES) if _is_old(entry, now)]
     except FileNotFoundError:
-        return 0
+        return
     if not found:
-        return 0
+        return
     needed = _reachable(parts, Remotes(parts.path, parts.settings).roots())
     for entry in found:
         if entry.name not in needed:
             with suppress(FileNotFoundError):  # another process was faster
-                size = entry.stat(follow_symlinks=False).st_size
                 os.unlink(entry.path)
-                freed += size
-    return freed
 
 
 def _is_old(entry: os.DirEntry[str], now: float) -> bool:

@@ -43,7 +43,8 @@ class Node:
     def push(self, prefix: str = "", *, ref: str = "main", note: str = "", delete: bool = False) -> Pushed:
         pushed, self.base = push(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, prefix=prefix, note=note,
-            delete=delete, base=self.base, bad=set(), remote="team", progress=lambda *bytes_: self.seen.append(bytes_),
+            delete=delete, base=self.base, bad=set(), remote="team",
+            progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
         return pushed
 

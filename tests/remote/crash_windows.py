@@ -75,7 +75,7 @@ NOTHING, SOME, ALL = "nothing", "some", "all"
 
 _SAMPLES = records(400, 1)
 _RECORDS = dict(zip((f"rec/{number}" for number in range(6)), records(6, 2), strict=True))
-#: What `main` means before the operation: blobs in packs, some of which need a dictionary, of their own, in parts.
+#: Contents of `main` before: blobs in packs, some with a dictionary, of their own, and in parts.
 BASE = {
     **{f"small/{number}": text(300, number) for number in range(6)},
     **_RECORDS,
@@ -216,7 +216,7 @@ def _keys(folder: Folder, prefix: str = "") -> set[str]:
 
 
 def is_mended(folder: Folder, name: str) -> None:
-    """Assert that a store is sound, and the remote if the store writes to it, and that nothing is left behind."""
+    """Assert that a store is sound, the remote too if the store writes to it, and that nothing is left."""
     with opened(folder, name) as store:
         agrees_with_disk(store)
     assert all(finding.mended for finding in doctor.examine(folder / name))
@@ -476,7 +476,7 @@ def _fetch(folder: Folder, batch: int = 2) -> None:
     """Be the fetcher of the second store."""
     sys.argv = ["fetcher", str(folder / "two")]
     fetcher._BATCH, fetcher.DONE_SECONDS = batch, 0.0
-    # The fetcher forks to let its starter go on; this process was forked already, for the test to wait for it.
+    # The fetcher forks to let its starter go on. This process was forked already, and the test waits for it.
     os.fork = lambda: 0
     fetcher.main()
 

@@ -1,4 +1,4 @@
-"""A program that trains on a remote's names: `python -m tests.remote.loading FOLDER URL`, in a process of its own.
+"""A program that trains on names of a remote: `python -m tests.remote.loading FOLDER URL`.
 
 It needs one because a DataLoader forks. The process pushes, pulls and reads before its workers start, and the
 workers of each start method fetch what they read. The program prints `good` when every sample was right.
@@ -48,7 +48,7 @@ class OfStore(torch.utils.data.Dataset[_Sample]):
 
 
 def _read(dataset: OfStore, method: str) -> None:
-    """Read all in workers that start so, and compare. A spawned worker imports torch itself, so there is one."""
+    """Read all in workers that start so, and compare. A spawned worker imports torch, so there is one."""
     workers = 1 if method == "spawn" else 2
     loader = torch.utils.data.DataLoader(
         dataset,

@@ -1,4 +1,4 @@
-"""A lazy pull brings names alone: bytes come when they are read, go when the budget wants their room, come again."""
+"""A lazy pull brings names alone. Bytes come when they are read, and go when the budget wants their room."""
 
 from __future__ import annotations
 

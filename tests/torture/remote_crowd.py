@@ -37,7 +37,7 @@ from tests.helpers import agrees_with_disk, noise
 from tests.mount.conftest import forget_pages, until
 from tests.remote.nodes import end_fetcher
 
-#: What nodes are for, in the order in which a crowd gets them. The first node's store also collects.
+#: Roles of nodes, in the order in which a crowd gets them. The first node's store also collects.
 ROLES = ("pusher", "mount", "pusher", "puller", "lazy puller", "mount", "puller", "pusher")
 #: Names of a pusher, and their sizes: in packs, and of their own. The last one is read in parts.
 _NAMES = 6
@@ -46,7 +46,7 @@ _SIZES = [200, 3_000, 40_000, 1_200_000, 500, 5_000_000]
 SHARED = "shared/0"
 #: Errors of reads through a mount whose daemon was killed, or whose commit is so old that its bytes are gone.
 _DEAD = {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO, errno.ENOENT}
-#: What takes long enough to be killed again and again.
+#: Actors that run long enough to be killed again and again.
 _WORK = ("pushed", "merged", "pulled", "pulled lazily", "collected")
 KILLS = ("pusher", "transfer", "fetcher", "daemon", "reader", "collector")
 
@@ -415,7 +415,7 @@ def _again(place: Place, actor: _Actor, chance: random.Random) -> _Actor:
 
 
 def _check(place: Place) -> None:
-    """Assert that what was acknowledged is there, that everything is whole, and that nothing is left behind."""
+    """Assert that what was acknowledged is there and whole, and that nothing is left behind."""
     acknowledged: dict[str, int] = {}
     for event in place.events():
         for name, version in event.get("versions", {}).items():

@@ -1,7 +1,7 @@
 """A network on one machine: `python -m tools.bench.link PORT` passes connections on to a port of loopback.
 
-What goes to the server takes a delay, which stands for a round trip, and a new connection takes one more for
-its handshake. All connections share a bandwidth, which each direction has for itself; they take turns, a
+Bytes to the server take a delay, which stands for a round trip. A new connection takes one more, for its
+handshake. All connections share a bandwidth, which each direction has for itself; they take turns, a
 piece each. Nothing is lost or reordered, and no connection starts slowly, so the link is kinder than a real
 one. The relay is a process of its own and does little, because clients and server need the processors.
 

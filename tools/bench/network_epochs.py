@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 #: Bytes of a sample.
 SIZE = 20_000
-#: What a castore node and the bucket call the samples, and each peer's own prefix of the bucket.
+#: Names of the remote, of a node's store, and of the samples in the bucket.
 REMOTE, STORE, SAMPLES = "team", "store", "samples"
 BUCKET = "s3://bench"
 _BATCH, _SEED = 64, 20_26

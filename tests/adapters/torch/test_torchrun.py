@@ -87,7 +87,7 @@ def segments() -> set[str]:
 
 
 def dead_segments(*jobs: Job) -> set[str]:
-    """What processes of jobs have left, and belongs to nobody. Other tests on the machine may leave others."""
+    """Segments that processes of these jobs have left. Other tests on the machine may leave others."""
     made = {str(pid) for job in jobs for pid in job.pids()}
     return {name for name in segments() if name.partition("-")[0] in made and not is_alive(name)}
 
