@@ -183,13 +183,14 @@ class _Handle:
     def renew(self) -> None:
         """Give a forked child an open file description, and so a lock, of its own.
 
-        The parent keeps the inherited one.
+        The parent keeps the inherited one. It may be leaving just now, and have locked the file for itself
+        alone: that lock would last for as long as the child has the description too.
         """
         if self.fd < 0:
             return
         inherited, self.fd = self.fd, os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self.fd, fcntl.LOCK_SH)
         os.close(inherited)
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
 
     def release(self) -> None:
         """Unlock and close the file; unlink it if no other process uses it."""
@@ -202,7 +203,7 @@ class _Handle:
             if _try_alone(fd) and _is_at(fd, self._path):
                 self._path.unlink()
         finally:
-            os.close(fd)
+            _unlock_and_close(fd)
 
 
 def path_of(name: str) -> Path:
@@ -219,7 +220,7 @@ def is_alive(name: str) -> bool:
     try:
         return not _try_alone(fd)
     finally:
-        os.close(fd)
+        _unlock_and_close(fd)
 
 
 def clear_dead() -> list[str]:
@@ -237,7 +238,7 @@ def clear_dead() -> list[str]:
                 path.unlink()
                 cleared.append(path.name.removeprefix(_prefix()))
         finally:
-            os.close(fd)
+            _unlock_and_close(fd)
     return cleared
 
 
@@ -362,7 +363,7 @@ def _make(path: Path, layout: dict[str, Any], size: int, reserve: int | None) ->
             return fd
     except BaseException:
         path.unlink(missing_ok=True)
-        os.close(fd)
+        _unlock_and_close(fd)
         raise
     os.close(fd)
     return None
@@ -404,6 +405,13 @@ def _try_alone(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _unlock_and_close(fd: int) -> None:
+    # A child that another thread forks meanwhile has the open file description, too. Closing alone would
+    # leave the lock with the child, and whoever waits for it.
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:

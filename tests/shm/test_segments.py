@@ -302,6 +302,60 @@ def test_a_killed_holder_of_the_lock_leaves_nobody_waiting(name: str) -> None:
     segment.close()
 
 
+_LEAVES_AFTER_A_FORK = """
+import os, sys
+ready, go = os.pipe()
+# Runs in the child before castore's own: the parent has left by then.
+os.register_at_fork(after_in_child=lambda: (os.close(go), os.read(ready, 1)))
+from castore.shm.segments import Segment
+segment = Segment(None, 64, {})
+buffer = segment.buffer
+pid = os.fork()
+if not pid:
+    buffer[0] = 7
+    os._exit(buffer[0])
+segment.close()
+os.close(go)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_child_does_not_hang_whose_parent_leaves_just_after_the_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEAVES_AFTER_A_FORK], timeout=60, check=False)
+    assert done.returncode == 7
+
+
+_FORKS_WHILE_A_THREAD_LEAVES = """
+import fcntl, os, sys
+from castore.shm import segments
+segment = segments.Segment("forked-meanwhile", 64, {})
+unlock, held = segments._unlock_and_close, []
+def fork_first(fd):  # as another thread might, while this one holds the lock for itself alone
+    ready, go = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(go)
+        os.read(ready, 1)
+        os._exit(0)
+    held.append((go, pid))
+    unlock(fd)
+segments._unlock_and_close = fork_first
+assert not segments.is_alive("nobody")
+fd = os.open(segments.path_of("forked-meanwhile"), os.O_RDWR)
+segment.close()
+fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody has the lock any more, though the child lives
+for go, pid in held:
+    os.close(go)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_a_child_forked_while_a_segment_is_left_keeps_nobody_waiting() -> None:
+    command = [sys.executable, "-c", _FORKS_WHILE_A_THREAD_LEAVES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_writes_to_the_private_bytes_stay_here(name: str) -> None:
     segment = Segment(name, 100, {})
     private = segment.private()
