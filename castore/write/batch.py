@@ -123,6 +123,31 @@ class Batch:
 
         return add_staged(self, stage)
 
+    def link(
+        self,
+        name: str,
+        digest: str,
+        *,
+        ttl: float | str | None = None,
+        metadata: dict[str, Any] | None = None,
+        pin: bool = False,
+    ) -> str:
+        """Stage another name for bytes that the store has. Other arguments are those of `Store.put`.
+
+        Args:
+            name: the new name.
+            digest: the digest of the bytes, 64 hex characters.
+
+        Returns:
+            The digest.
+
+        Raises:
+            InvalidNameError, SerializationError: the name or the metadata cannot be used.
+            NotFoundError: the store does not have the bytes, now or at the end of the block.
+        """
+        spec = self._make_spec(name, ttl, metadata, pin, "bytes")
+        return add_staged(self, lambda reuse: (spec, self._putter.stage_known(digest)))
+
     def delete(self, name: str) -> None:
         """Remove a name, and any put under it in this block. A missing name is no error.
 

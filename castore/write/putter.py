@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from castore.errors import FullError, InvalidValueError, NameConflictError, add_filename
+from castore.errors import FullError, InvalidValueError, NameConflictError, NotFoundError, add_filename
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
@@ -104,6 +104,17 @@ class Putter:
         """See `BlobWriter.stage`; with the dictionary of the name."""
         dictionary = self._dictionary(spec.name)
         return self._writer.stage(data, codec, level, reuse=reuse, dictionary=dictionary)
+
+    def stage_known(self, digest: str) -> Staged:
+        """Bytes that the store has already, here or in a remote.
+
+        Raises:
+            NotFoundError: the store does not have them.
+        """
+        staged = self._writer.stage_known(bytes.fromhex(digest), may_be_away=True)
+        if staged is None:
+            raise NotFoundError(f"{self._path} has no bytes of the digest {digest}; put them again")
+        return staged
 
     def put_file(
         self,

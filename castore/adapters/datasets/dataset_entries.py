@@ -28,6 +28,7 @@ from castore.adapters.datasets.tables import (
     SPLITS_FILE,
     STATE_FILE,
     DatasetPart,
+    KeptFile,
     assemble,
     data_file_name,
 )  # fmt: skip
@@ -87,6 +88,7 @@ def put_parts(
 
     Raises:
         FullError, TooLargeError: the datasets do not fit into the budget, or onto the disk.
+        NotFoundError: a kept file is not there any more.
         SerializationError: a dataset's format cannot be kept.
     """
     check_name(name)
@@ -124,7 +126,9 @@ def _put_part(batch: Batch, name: str, part: DatasetPart, metadata: dict[str, An
     digests = []
     for number, source in enumerate(part.files()):
         file = f"{name}/{number}"
-        if isinstance(source, str):
+        if isinstance(source, KeptFile):
+            digests.append(batch.link(file, source.digest))
+        elif isinstance(source, str):
             digests.append(batch.put_file(file, source))
         else:
             digests.append(batch.put(file, memoryview(source)))

@@ -59,7 +59,7 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
             "DatasetCache.put(name, stream), and pass"
             " what DatasetCache.dataset(name) gives, which is a Dataset"
         )
-    shown = _format(dataset)
+    shown = format_digest(dataset)
     ours = bool(_OURS(dataset._fingerprint))
     files = _files_since(dataset) if ours else _files_named(dataset)
     if ours and not (shown or files) and _is_described_by_its_rows(dataset):
@@ -158,7 +158,8 @@ def _digests(table: Table, store: Store | None) -> list[str] | None:
     return found or None
 
 
-def _format(dataset: datasets.Dataset) -> list[Any]:
+def format_digest(dataset: datasets.Dataset) -> list[Any]:
+    """What a function sees of a dataset's format, in the form of `castore.key`; empty without a format."""
     shown = dataset._format_columns
     # Naming all columns is the same as naming none.
     columns = None if shown is None or set(shown) == set(dataset.column_names) else sorted(shown)

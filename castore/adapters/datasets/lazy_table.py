@@ -52,8 +52,8 @@ class RowSource(Protocol):
     def map(self) -> Table:
         """The rows, mapped."""
 
-    def batches(self) -> Generator[pa.RecordBatch, None, None]:
-        """The rows from the first one on, decoded as they are taken."""
+    def batches(self, file: int | None = None) -> Generator[pa.RecordBatch, None, None]:
+        """The rows from the first one on, or those of one of `blobs`, decoded as they are taken."""
 
 
 class LazyTable(MemoryMappedTable):  # type: ignore[misc]
@@ -228,6 +228,11 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
             done += len(batch)
             self._was_scanned = self._was_scanned or done * self._source.size > HEAD_BYTES * self._count
 
+    def read_file(self, file: int) -> pa.Table:
+        """The rows of one of `blobs`, decoded; nothing is mapped for that."""
+        parts = [self._cast_batch(batch) for batch in self._source.batches(file)]
+        return pa.concat_tables(parts) if parts else pa.Table.from_batches([], self._fields)
+
     def _cast_batch(self, batch: pa.RecordBatch) -> pa.Table:
         table = pa.Table.from_batches([batch])
         if not table.schema.equals(self._fields):
@@ -252,7 +257,7 @@ class MappedRows(NamedTuple):
         """See `RowSource`."""
         return self.table
 
-    def batches(self) -> Generator[pa.RecordBatch, None, None]:
+    def batches(self, file: int | None = None) -> Generator[pa.RecordBatch, None, None]:
         """See `RowSource`."""
         yield from self.table.to_batches()
 
@@ -289,7 +294,7 @@ class _ChangedRows(NamedTuple):
     def map(self) -> Table:
         return self.apply(self.table.map_whole())
 
-    def batches(self) -> Generator[pa.RecordBatch, None, None]:
+    def batches(self, file: int | None = None) -> Generator[pa.RecordBatch, None, None]:
         if not self.is_per_batch:
             yield from self.map().to_batches()
             return

@@ -16,6 +16,8 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
+from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
@@ -129,6 +131,7 @@ def _run_cached(
             new_fingerprint=fingerprint_of_key(digits),
         )
 
+    blocks = _in_blocks(kind, dataset, function, arguments, given, description.fingerprint, parameters)
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
     return step_runner.run_or_load(
         store,
@@ -138,7 +141,72 @@ def _run_cached(
         dataset_entries.StorageOptions(*check_codec(codec, None), store.settings.ttl),
         rows_in=len(dataset),
         fresh=given.get("load_from_cache_file") is False,
+        blocks=blocks,
     ).dataset
+
+
+def _in_blocks(
+    kind: str,
+    dataset: datasets.Dataset,
+    function: Any,
+    arguments: dict[str, Any],
+    given: dict[str, Any],
+    operator: str,
+    parameters: dict[str, str],
+) -> BlockStep | None:
+    """The step as one that runs block by block; None if its result depends on more than a block's rows."""
+    num_proc = arguments["num_proc"] or 1
+    is_batched, size = arguments["batched"], arguments["batch_size"]
+    if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset):
+        return None
+    is_numbered = arguments["with_indices"]
+    if (is_numbered and inspect.iscoroutinefunction(function)) or (arguments["with_rank"] and num_proc > 1):
+        return None
+    if num_proc > 1 and is_batched and arguments.get("drop_last_batch"):
+        return None
+
+    def run(call: BlockCall) -> datasets.Dataset:
+        passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
+        passed.pop("num_proc", None)
+        if call.features is not None:
+            passed["features"] = call.features
+        return getattr(call.rows, kind)(
+            _Numbered(function, call.first, bool(arguments["with_rank"])) if is_numbered else function,
+            **passed,
+            load_from_cache_file=False,
+            cache_file_name=str(call.file),
+            new_fingerprint=call.fingerprint,
+        )
+
+    # The features follow from the rows that `map` writes first.
+    first_rows = max(arguments["writer_batch_size"] or 1000, size if is_batched else 1)
+    multiple = size if is_batched else 1 if is_numbered else None
+    return BlockStep(
+        dataset,
+        run,
+        {"kind": kind, "operator": operator, "parameters": parameters},
+        Cut(multiple, first_rows),
+        is_numbered=is_numbered,
+        has_features=kind == "filter" or arguments["features"] is not None,
+        num_proc=num_proc,
+        title=arguments["desc"] or kind.title(),
+    )
+
+
+class _Numbered:
+    """A function that takes numbers of rows, on a block whose first row is not number 0."""
+
+    def __init__(self, function: Any, first: int, has_rank: bool) -> None:
+        self._function = function
+        self._first = first
+        self._place = -2 if has_rank else -1
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        passed = list(arguments)
+        numbers = passed[self._place]
+        first = self._first
+        passed[self._place] = [first + n for n in numbers] if isinstance(numbers, list) else first + numbers
+        return self._function(*passed, **keywords)
 
 
 def _all_arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,9 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
+from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
+from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.explain import Explanation, explain, make_explanation
 from castore.adapters.datasets.lazy_dataset import LazyDataset
@@ -29,7 +31,7 @@ from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
-from castore.adapters.datasets.steps import RunOptions, Step, steps_of
+from castore.adapters.datasets.steps import BATCH_ROWS, BLOCK_KINDS, RunOptions, Step, steps_of
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
@@ -262,6 +264,30 @@ class _Run:
 
         return make
 
+    def _in_blocks(self, planned: PlannedStep) -> BlockStep | None:
+        """A step on the present dataset, as one that runs block by block; None if it cannot."""
+        step, dataset = planned.step, self._dataset
+        if step.kind not in BLOCK_KINDS or not can_cut(dataset):
+            return None
+        tell = self._meter.make_counter(planned.number, len(dataset))
+
+        def run(call: BlockCall) -> datasets.Dataset:
+            # The rows are counted block by block: an operator may run in another process.
+            return step.run(
+                call.rows, RunOptions(None, str(call.file), None, call.fingerprint, call.features)
+            )
+
+        return BlockStep(
+            dataset,
+            run,
+            {"kind": step.kind, "operator": planned.description.fingerprint},
+            Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
+            has_features=step.kind == "filter",
+            num_proc=self._pipeline.num_proc or 1,
+            tell=tell,
+            title=step.name,
+        )
+
     # With the cache
 
     def run_cached(self) -> PipelineResult:
@@ -282,7 +308,14 @@ class _Run:
             record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
             make = self._step_maker(step.number, fingerprint_of_key(step.key))
             outcome = step_runner.run_or_load(
-                store, step.name, make, record, self._options, rows_in=rows, temp_dir=pipeline.temp_dir
+                store,
+                step.name,
+                make,
+                record,
+                self._options,
+                rows_in=rows,
+                temp_dir=pipeline.temp_dir,
+                blocks=self._in_blocks(step),
             )
             self._dataset = outcome.dataset
             seconds = time.perf_counter() - began

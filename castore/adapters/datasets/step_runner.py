@@ -28,12 +28,18 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
+from castore.adapters.datasets.block_entries import NoRoomError
+from castore.adapters.datasets.block_runner import BlockRun, BlockStep
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import CacheWarning
-from castore.adapters.datasets.tables import DatasetPart, fingerprint_of_key, make_part
-from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError
+from castore.adapters.datasets.tables import (
+    DatasetPart,
+    fingerprint_of_key,
+    make_part,
+)
+from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError, TooLargeError
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.sql_errors import is_full
@@ -41,6 +47,8 @@ from castore.system.sql_errors import is_full
 #: The folder of kept steps.
 STEPS_FOLDER = "steps"
 _VERSION = 1
+# Runs of a step of which gc takes blocks before they have the step's name.
+_ATTEMPTS = 3
 _NAME_LENGTH = 60
 
 StepFunction = Callable[[Path], datasets.Dataset]
@@ -136,6 +144,7 @@ def run_or_load(
     rows_in: int,
     temp_dir: str | os.PathLike[str] | None = None,
     fresh: bool = False,
+    blocks: BlockStep | None = None,
 ) -> StepOutcome:
     """The result of a step: kept, computed by another process, or computed now and stored in the background.
 
@@ -147,9 +156,10 @@ def run_or_load(
         rows_in: rows of the step's input.
         temp_dir: the folder of the uncompressed file; by default below the store.
         fresh: run the step even if its result is kept.
+        blocks: the step as one that runs block by block; None if it cannot.
 
     Raises:
-        Exception: an exception of ``make``; nothing is kept then.
+        Exception: an exception of ``make``; nothing is kept then, but for blocks that were finished.
     """
     found = pending_puts.find(store.path, name)  # this thread itself may hold the lock for it
     if found is not None and not fresh:
@@ -162,6 +172,10 @@ def run_or_load(
         stack.enter_context(store_locks(store).hold(name))
         if not fresh and (hit := load_step(store, name)) is not None:
             return hit
+        if blocks is not None:
+            run = BlockRun(store, blocks, options, temp_dir, fresh=fresh)
+            if (outcome := _run_in_blocks(store, name, run, record)) is not None:
+                return outcome
         began = time.perf_counter()
         dataset = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
         seconds = time.perf_counter() - began
@@ -187,6 +201,30 @@ def run_or_load(
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
     return _pending_outcome(pending_puts.submit(store.path, name, snapshot, record, put), hit=False)
+
+
+def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome | None:
+    """Run a step block by block, and keep it; None if the store has no room for all blocks."""
+    began = time.perf_counter()
+    for _ in range(_ATTEMPTS):
+        try:
+            results = run.run()
+        except NoRoomError:
+            return None
+        rows = sum(result.rows for result in results)
+        reused = sum(result.rows_in for result in results if result.reused)
+        told = {"rows_out": rows, "rows_reused": reused, "seconds": round(time.perf_counter() - began, 6)}
+        told["rows_in"] = sum(result.rows_in for result in results)
+        part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
+        try:
+            dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **told})
+        except NotFoundError:
+            continue  # gc took a block meanwhile
+        except (FullError, TooLargeError):
+            return None
+        if (outcome := load_step(store, name)) is not None:  # it reads the files: a block may be damaged
+            return outcome._replace(hit=False)
+    return None
 
 
 def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:

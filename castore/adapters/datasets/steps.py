@@ -29,6 +29,10 @@ from castore.system import worker_processes
 
 #: Data-Juicer's column for what filters measure.
 STATS = "__dj__stats__"
+#: Rows of a batch, and rows that are written at a time: `datasets`' defaults.
+BATCH_ROWS = 1000
+#: The kinds of steps whose operators see rows one by one, or batch by batch, and the methods that do.
+BLOCK_KINDS = {"map": "process", "stats": "compute_stats", "filter": "process"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +44,22 @@ class RunOptions:
         file: the path of the step's Arrow file; None for memory.
         count: a callback that receives the number of rows done, where that can be known.
         fingerprint: the fingerprint of the result; `datasets` would derive one by pickling the operator.
+        features: the features of the result; None to find them.
     """
 
     num_proc: int | None = None
     file: str | None = None
     count: Callable[[int], object] | None = None
     fingerprint: str | None = None
+    features: datasets.Features | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Arguments for `datasets.Dataset.map` and `filter`; datasets' own cache is not used."""
         place = {"keep_in_memory": True} if self.file is None else {"cache_file_name": self.file}
         fingerprint = self.fingerprint or uuid.uuid4().hex
+        known = {} if self.features is None else {"features": self.features}
         return {
+            **known,
             "num_proc": self.num_proc,
             "load_from_cache_file": False,
             "new_fingerprint": fingerprint,
@@ -79,6 +87,12 @@ class Step:
         """The dataset after this step."""
         with worker_processes.bound_to_thread() if options.num_proc else contextlib.nullcontext():
             return _PASSES[self.kind](self.operator, dataset, options)
+
+    def sees_batches(self) -> bool:
+        """Whether the operator of a step of `BLOCK_KINDS` sees `BATCH_ROWS` rows at a time, not one."""
+        if not hasattr(self.operator, "process") and not hasattr(self.operator, "process_batched"):
+            return False  # a function
+        return _method(self.operator, BLOCK_KINDS[self.kind])[1]
 
 
 def steps_of(operator: Any) -> list[Step]:

@@ -22,7 +22,7 @@ from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
 from castore.adapters.datasets.mapped_files import COPIES_FOLDER, existing_copy_path, link_path, mappable_path
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
-from castore.adapters.mapped_check import check_object
+from castore.adapters.mapped_check import check_now, find_unchecked
 from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, LOST, Blob
@@ -88,9 +88,9 @@ def open_lazy_table(
         CorruptError: a file is damaged, or its bytes are gone.
     """
     blobs = [blob for _, blob in files]
-    if len(blobs) > _MAX_OPEN or not any(blob.size > SMALL_BYTES for blob in blobs):
+    if all(blob.size <= SMALL_BYTES or (blob.codec == "none" and blob.pack == LOOSE) for blob in blobs):
         return None
-    if any(blob.pack != LOOSE or blob.codec == "none" for blob in blobs):
+    if any(not blob.is_here for blob in blobs) or sum(blob.pack == LOOSE for blob in blobs) > _MAX_OPEN:
         return None
     return LazyTable(schema, rows, _StoredRows(store, files))
 
@@ -106,12 +106,13 @@ class _StoredRows:
         self._files = files
         self._opened: list[OpenBlob] = []
         weakref.finalize(self, _close_all, self._opened)
-        for name, blob in files:
-            try:
-                check_object(store, blob)
-                self._opened.append(store.open_blob(blob.digest))
-            except NotFoundError as error:
-                raise damage_error(name) from error
+        loose = [blob for _, blob in files if blob.pack == LOOSE]
+        try:
+            for blob in find_unchecked(store, loose):
+                check_now(store, blob)
+            self._opened += [store.open_blob(blob.digest) for _, blob in files]
+        except NotFoundError as error:
+            raise damage_error(files[0][0]) from error
         # Asked now, since the store may be closed later.
         self._copy_paths = [existing_copy_path(store, blob) for _, blob in files]
 
@@ -143,8 +144,8 @@ class _StoredRows:
             each = zip(self._files, self._opened, strict=True)
             return concat_tables([load_table(store, *file, opened) for file, opened in each])
 
-    def batches(self) -> Generator[pa.RecordBatch, None, None]:
-        for opened in self._opened:
+    def batches(self, file: int | None = None) -> Generator[pa.RecordBatch, None, None]:
+        for opened in self._opened if file is None else [self._opened[file]]:
             yield from decode_batches(opened)
 
 

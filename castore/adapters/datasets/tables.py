@@ -99,7 +99,7 @@ def row_blocks(table: Table) -> list[Table] | None:
 
 def arrow_streams(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
     """The dataset as Arrow streams of about `SHARD_BYTES`, in order."""
-    rows = _batch_rows(dataset)
+    rows = batch_rows(dataset)
     batches = iter(dataset.with_format("arrow").iter(rows)) if len(dataset) else iter(())
     yield from write_streams(batches, dataset.features)
 
@@ -114,7 +114,7 @@ def write_streams(batches: Iterable[pa.Table], features: datasets.Features) -> I
         sink, size = pa.BufferOutputStream(), 0
         writer = ArrowWriter(features=features, stream=sink, embed_local_files=True)
         for table in remaining:
-            for piece in (table,) if size else _split_off_first_rows(table):
+            for piece in (table,) if size else split_off_first_rows(table):
                 writer.write_table(piece)
             size += table.nbytes
             if size >= SHARD_BYTES:
@@ -134,7 +134,7 @@ def empty_stream() -> pa.Buffer:
     return sink.getvalue()
 
 
-def _split_off_first_rows(table: pa.Table) -> Iterator[pa.Table]:
+def split_off_first_rows(table: pa.Table) -> Iterator[pa.Table]:
     """A table in two parts, so that a reader of a file's first rows need not decode a whole batch."""
     first = max(1, len(table) * _FIRST_BYTES // max(1, table.nbytes))
     yield table[:first]
@@ -142,22 +142,29 @@ def _split_off_first_rows(table: pa.Table) -> Iterator[pa.Table]:
         yield table[first:]
 
 
-def _batch_rows(dataset: datasets.Dataset) -> int:
+def batch_rows(dataset: datasets.Dataset) -> int:
+    """Rows of a dataset that take about 8 MiB."""
     if not len(dataset):
         return 1
     average = max(1, int(dataset._data.nbytes) // max(1, len(dataset._data)))
     return max(1, _BATCH_BYTES // average)
 
 
+class KeptFile(NamedTuple):
+    """An Arrow stream that is in the store already, by its digest of 64 hexadecimal digits."""
+
+    digest: str
+
+
 class DatasetPart(NamedTuple):
     """A dataset in the form in which a store takes it.
 
     Attributes:
-        files: its Arrow streams, each a file's path or bytes; every call makes them again.
+        files: its Arrow streams, each a file's path, its bytes, or kept; every call makes them again.
         describe: ``state.json`` and ``dataset_info.json``, given the digests of those files.
     """
 
-    files: Callable[[], Iterable[str | pa.Buffer]]
+    files: Callable[[], Iterable[str | pa.Buffer | KeptFile]]
     describe: Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
@@ -178,8 +185,13 @@ def fingerprint_of_key(digits: str) -> str:
     return f"castore{digits}"
 
 
-def describe_dataset(dataset: datasets.Dataset, files: int) -> tuple[bytes, bytes]:
+def describe_dataset(dataset: datasets.Dataset, files: int, rows: int | None = None) -> tuple[bytes, bytes]:
     """``state.json`` and ``dataset_info.json`` of a dataset in so many data files.
+
+    Args:
+        dataset: has the features, the format, the split and the fingerprint.
+        files: the number of data files.
+        rows: the number of rows in them; by default the dataset's.
 
     Raises:
         SerializationError: the dataset's format holds a value that JSON cannot hold.
@@ -187,7 +199,7 @@ def describe_dataset(dataset: datasets.Dataset, files: int) -> tuple[bytes, byte
     names = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
     state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
     state["_split"] = None if dataset.split is None else str(dataset.split)
-    state[ROWS_KEY] = len(dataset)
+    state[ROWS_KEY] = len(dataset) if rows is None else rows
     state["_data_files"] = [{"filename": data_file_name(number, files)} for number in range(files)]
     try:
         text = json.dumps(state, indent=2, sort_keys=True)

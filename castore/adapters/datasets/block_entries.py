@@ -1,0 +1,113 @@
+"""Results of steps on blocks as entries of a store.
+
+The result of a step on a block is one Arrow file, the entry `BLOCKS_FOLDER`/<key>. A finished step names the
+same blobs once more, as the files of its folder (`dataset_entries`): they take their space once, and stay as
+long as either name does. A result whose bytes are gone or damaged is no result.
+
+Must never keep a result under a key before all of its rows are written.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import datasets
+import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
+
+from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.tables import batch_rows, find_whole_files, split_off_first_rows
+from castore.errors import FullError, TooLargeError
+from castore.records import LOST
+from castore.store import Store
+
+#: The folder of the results of blocks, each named by its key.
+BLOCKS_FOLDER = ".datasets/blocks"
+
+
+class BlockResult(NamedTuple):
+    """The result of a step on one block.
+
+    Attributes:
+        key: 40 hexadecimal digits.
+        digest: of its Arrow file, 64 hexadecimal digits.
+        rows_in, rows: rows of the block, and of its result.
+        features: the features of the result, in JSON: their order counts.
+        size, stored: bytes of the file, uncompressed and in the store.
+        reused: whether it was there before.
+    """
+
+    key: str
+    digest: str
+    rows_in: int
+    rows: int
+    features: str
+    size: int
+    stored: int
+    reused: bool
+
+
+class NoRoomError(Exception):
+    """A result does not fit into the store's budget, or onto its disk."""
+
+
+def find_result(store: Store, key: str) -> BlockResult | None:
+    """The result of a block, if it is kept."""
+    entry = store.entry(f"{BLOCKS_FOLDER}/{key}")
+    if entry is None:
+        return None
+    blob = store.blob(entry.digest)
+    if blob is None or blob.pack == LOST:
+        return None
+    store.count_use(entry.name)
+    about = entry.metadata
+    return BlockResult(
+        key, entry.digest, about["rows_in"], about["rows"], about["features"], entry.size, entry.stored, True
+    )
+
+
+def write_result(dataset: datasets.Dataset, file: str) -> str:
+    """Write rows as one Arrow stream, unless a file holds them already; returns the stream's path."""
+    whole = find_whole_files(dataset)
+    if whole is not None and len(whole) == 1:
+        return whole[0]
+    path = f"{file}.block"
+    with (
+        pa.OSFile(path, "wb") as sink,
+        ArrowWriter(features=dataset.features, stream=sink, embed_local_files=True) as writer,
+    ):
+        tables = dataset.with_format("arrow").iter(batch_rows(dataset)) if len(dataset) else ()
+        for number, table in enumerate(tables):
+            for piece in split_off_first_rows(table) if number == 0 else (table,):
+                writer.write_table(piece)
+        writer.finalize(close_stream=False)
+    return path
+
+
+def put_result(
+    store: Store,
+    key: str,
+    path: str,
+    rows_in: int,
+    rows: int,
+    features: str,
+    options: StorageOptions,
+) -> BlockResult:
+    """Keep the result of a block.
+
+    Raises:
+        NoRoomError: it does not fit into the budget, or onto the disk.
+    """
+    try:
+        entry = store.put_file(
+            f"{BLOCKS_FOLDER}/{key}",
+            path,
+            codec=options.codec,
+            level=options.level,
+            ttl=math.inf if options.ttl is None else options.ttl,
+            metadata={"rows_in": rows_in, "rows": rows, "features": features},
+        )
+    except (FullError, TooLargeError) as error:
+        raise NoRoomError from error
+    return BlockResult(key, entry.digest, rows_in, rows, features, entry.size, entry.stored, False)

@@ -1,0 +1,95 @@
+"""The input of a step as blocks: their rows, and what tells them apart from all other rows.
+
+Files of a kept dataset that are about as large as a block are blocks as they are. Their digests are known, so
+nothing is read to find out whether a result is there: the blocks of one step's result are the blocks of the
+next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
+
+Must never hold more rows than a block's, and those that are being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import datasets
+import pyarrow as pa
+from blake3 import blake3
+
+from castore.adapters.datasets.cutting import TARGET_BYTES, Cut, cut
+from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.table_digest import table_digest
+from castore.adapters.datasets.tables import batch_rows, row_blocks
+from castore.records import Blob
+
+# Kept datasets that no step made have files of 128 MiB. A step's files may be large where its rows grew.
+_LARGEST_FILE = 64 * 1024 * 1024
+# Smaller files are put together: a strict filter leaves few rows of each block.
+_SMALLEST_FILE = TARGET_BYTES // 4
+
+
+class SourceBlock(NamedTuple):
+    """A block of a step's input.
+
+    Attributes:
+        digest: hexadecimal digits that tell its rows from all others.
+        read: returns the rows.
+    """
+
+    digest: str
+    read: Callable[[], pa.Table]
+
+
+def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]:
+    """The rows of a dataset as blocks, in order; read once, from the first to the last."""
+    files = [] if rule.multiple else _files_that_are_blocks(dataset)
+    if files:
+        yield from _put_together(files, rule.first_rows)
+        return
+    for rows in cut(dataset.with_format("arrow").iter(batch_rows(dataset)), rule):
+        rows = rows.combine_chunks()  # noqa: PLW2901 - rows picked one by one are a chunk each
+        yield SourceBlock(table_digest(rows), lambda rows=rows: rows)  # type: ignore[misc]
+
+
+class _File(NamedTuple):
+    """A file of a kept dataset: its blob, and its place among the table's files."""
+
+    blob: Blob
+    table: LazyTable
+    place: int
+
+
+def _files_that_are_blocks(dataset: datasets.Dataset) -> list[_File]:
+    """The files that hold, in order, the dataset's rows, if they can be blocks; otherwise none."""
+    tables = row_blocks(dataset._data) or []
+    if dataset._indices is not None or not all(isinstance(table, LazyTable) for table in tables):
+        return []
+    files = [_File(blob, table, place) for table in tables for place, blob in enumerate(table.blobs)]
+    fit = len(files) > 1 and all(table.blobs for table in tables)
+    return files if fit and all(file.blob.size <= _LARGEST_FILE for file in files) else []
+
+
+def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
+    """Files as blocks. A small file ends a block if its digest says so, so what follows a change stays."""
+    group: list[_File] = []
+    size, is_first = 0, True
+    for number, file in enumerate(files, start=1):
+        group.append(file)
+        size += file.blob.size
+        chance = int.from_bytes(file.blob.digest[:4], "little") * _SMALLEST_FILE
+        is_whole = chance < file.blob.size << 32 or size >= TARGET_BYTES
+        if is_whole and is_first and first_rows:
+            is_whole = sum(len(item.table.read_file(item.place)) for item in group) >= first_rows
+        if is_whole or number == len(files):
+            yield _block_of(group)
+            group, size, is_first = [], 0, False
+
+
+def _block_of(files: list[_File]) -> SourceBlock:
+    digests = [file.blob.digest for file in files]
+    digest = digests[0] if len(digests) == 1 else blake3(b"".join(digests)).digest()
+
+    def read() -> pa.Table:
+        return pa.concat_tables([file.table.read_file(file.place) for file in files])
+
+    return SourceBlock(digest.hex(), read)
