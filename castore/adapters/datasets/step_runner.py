@@ -62,12 +62,14 @@ class StepOutcome(NamedTuple):
         hit: whether nothing had to be run.
         record: the record of the step; see `run_or_load`.
         size: the result's size in the store, once it is there; None if the result could not be stored.
+        rows_reused: rows of the input that did not have to be run.
     """
 
     dataset: datasets.Dataset
     hit: bool
     record: dict[str, Any]
     size: Future[dataset_entries.DatasetSize | None]
+    rows_reused: int = 0
 
 
 def store_or_default(given: Store | None) -> Store:
@@ -124,7 +126,8 @@ def load_step(store: Store, name: str) -> StepOutcome | None:
             f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
         )
         return None
-    return StepOutcome(dataset, True, record, known_size(dataset_entries.size_of(store, name)))
+    size = known_size(dataset_entries.size_of(store, name))
+    return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0)
 
 
 def known_size(size: dataset_entries.DatasetSize | None) -> Future[dataset_entries.DatasetSize | None]:
@@ -213,8 +216,8 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
             return None
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)
-        told = {"rows_out": rows, "rows_reused": reused, "seconds": round(time.perf_counter() - began, 6)}
-        told["rows_in"] = sum(result.rows_in for result in results)
+        told: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
+        told["seconds"] = round(time.perf_counter() - began, 6)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **told})
@@ -223,12 +226,13 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
         except (FullError, TooLargeError):
             return None
         if (outcome := load_step(store, name)) is not None:  # it reads the files: a block may be damaged
-            return outcome._replace(hit=False)
+            return outcome._replace(hit=False, rows_reused=reused)
     return None
 
 
 def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:
-    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size)
+    reused = coming.record["rows_in"] if hit else 0
+    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size, reused)
 
 
 def run_step(
