@@ -22,6 +22,7 @@ from castore.names import check_name
 from castore.parts import Parts
 from castore.records import LOOSE, Blob, EntrySpec
 from castore.remote import commits
+from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
@@ -93,9 +94,9 @@ def pull(
     below: str,
     replace: bool,
     lazy: str | None,
-    base: bytes | None,
+    base: Base,
     progress: Progress,
-) -> tuple[Pulled, bytes]:
+) -> Pulled:
     """Bring the names of a commit at and below ``prefix`` into the store.
 
     Args:
@@ -106,10 +107,7 @@ def pull(
         replace: take the commit's bytes for names that changed here, too.
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
             brings the bytes, too.
-        base: root of the tree of names on which this store and the ref agreed last, or None.
-
-    Returns:
-        The outcome, and the root of the next base.
+        base: of the ref; the next one is kept there, unless an older commit is pulled.
 
     Raises:
         ConflictError: names have changed both here and in the commit since ``base``.
@@ -120,7 +118,8 @@ def pull(
     parts.index.require_writable()
     commit = find_commit(bucket, ref, start)
     tree = Tree(commits.read_commit(bucket, commit).tree, pages.read, pages.expect)
-    before = open_base(base, pages)
+    newest = commit if start is None else find_commit(bucket, ref, None)
+    before = open_base(base.root(bucket, newest), pages)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
@@ -130,10 +129,11 @@ def pull(
         _name(parts, bucket, lazy, plan, progress)
         fetched = 0
     pulled = Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched)
-    if plan.is_all:
-        return pulled, tree.root
-    agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
-    return pulled, agree(before, ((row.name, row) for row in agreed), pages.read, pages.keep)
+    if start is None:
+        agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
+        named = ((row.name, row) for row in agreed)
+        base.keep(tree.root if plan.is_all else agree(before, named, pages.read, pages.keep))
+    return pulled
 
 
 def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:

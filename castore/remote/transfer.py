@@ -22,6 +22,7 @@ from typing import Any
 from castore.errors import CastoreError, RemoteError
 from castore.parts import Parts
 from castore.remote import commits, marker
+from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.collect import collect
@@ -32,6 +33,7 @@ from castore.remote.probe import probe
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
+from castore.remote.remotes import Remotes
 from castore.remote.tree import Tree, difference
 from castore.remote.urls import open_bucket
 from castore.system.ballast import full_disk_error
@@ -50,6 +52,7 @@ class _Call:
     def __init__(self, parts: Parts, bucket: Bucket, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.parts, self.bucket, self.pool = parts, bucket, pool
+        self.remotes = Remotes(parts.path, parts.settings)
         self.pages = PageCache(parts.path, bucket, pool, mode, read_only=parts.read_only)
 
     def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
@@ -65,20 +68,21 @@ class _Call:
             )
         return list(found.sentences)
 
-    def push(self, base: str | None, bad: list[str], **options: Any) -> dict[str, Any]:
+    def push(self, remote: str, ref: str, bad: list[str], **options: Any) -> dict[str, Any]:
         distrusted = set(map(bytes.fromhex, bad))
         self.pages.restore(distrusted)
-        pushed, next_base = push(
+        return push(
             self.parts,
             self.bucket,
             self.pages,
             self.pool,
-            base=_raw(base),
+            remote=remote,
+            ref=ref,
+            base=Base(self.remotes, remote, ref),
             bad=distrusted,
             progress=_Progress(),
             **options,
-        )
-        return {**pushed._asdict(), "base": next_base.hex()}
+        )._asdict()
 
     def gc(self, keep_commits: int | None, grace: float, dry_run: bool) -> dict[str, Any]:
         return collect(
@@ -93,11 +97,19 @@ class _Call:
     def check(self, deep: bool) -> dict[str, Any]:
         return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()
 
-    def pull(self, base: str | None, **options: Any) -> dict[str, Any]:
-        pulled, next_base = pull(
-            self.parts, self.bucket, self.pages, self.pool, base=_raw(base), progress=_Progress(), **options
-        )
-        return {**pulled._asdict(), "base": next_base.hex()}
+    def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
+        return pull(
+            self.parts,
+            self.bucket,
+            self.pages,
+            self.pool,
+            ref=ref,
+            below=below,
+            lazy=remote if lazy else None,
+            base=Base(self.remotes, remote, ref, below),
+            progress=_Progress(),
+            **options,
+        )._asdict()
 
     def refs(self) -> list[str]:
         return commits.list_refs(self.bucket)
@@ -150,10 +162,6 @@ class _Progress:
                 return
             self._next = now + _REPORT_SECONDS
             _send({"progress": [done, total]})
-
-
-def _raw(digest: str | None) -> bytes | None:
-    return None if digest is None else bytes.fromhex(digest)
 
 
 def _send(message: dict[str, Any]) -> None:
