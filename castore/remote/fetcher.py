@@ -43,13 +43,12 @@ from castore.remote.fetch import BlobFetcher
 from castore.remote.kept import Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
-from castore.remote.metered_bucket import MeteredBucket
+from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
-from castore.remote.urls import open_bucket
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
 from castore.units import parse_duration
@@ -89,8 +88,10 @@ class _Source:
     def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
-        opened = open_bucket(settings.url, Patience.within(_timeout()))
-        self.bucket: Bucket = MeteredBucket(opened, parts.usage, settings.requests, settings.rate)
+        patience = Patience.within(_timeout())
+        self.bucket: Bucket = open_metered(
+            settings.url, parts.usage, settings.requests, settings.rate, patience
+        )
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
         self._answered = 0.0

@@ -27,15 +27,15 @@ from castore.remote.bucket import Bucket
 from castore.remote.check import check
 from castore.remote.collect import collect
 from castore.remote.error_values import describe
-from castore.remote.metered_bucket import ENDED, MeteredBucket
+from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.probe import probe
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit, pull
 from castore.remote.push import push
 from castore.remote.remotes import Remotes
+from castore.remote.retries import ENDED
 from castore.remote.tree import Tree, difference
-from castore.remote.urls import open_bucket
 from castore.system.ballast import full_disk_error
 
 #: Requests under way at once.
@@ -217,7 +217,7 @@ def _serve() -> int:
 
 
 def _bucket(parts: Parts, request: dict[str, Any]) -> Bucket:
-    return MeteredBucket(open_bucket(request["url"]), parts.usage, request["requests"], request["rate"])
+    return open_metered(request["url"], parts.usage, request["requests"], request["rate"])
 
 
 def _do(request: dict[str, Any]) -> Any:
