@@ -154,13 +154,7 @@ class BlobFetcher:
         if frame_of(stored) != place.frames:
             raise self._damaged(row, key, "its bytes differ from what the tree says")
         payload = bytes(stored)
-        dictionary = None
-        if place.codec == "zstd" and row.size:
-            try:
-                number = zstandard.get_frame_parameters(payload).dict_id
-            except zstandard.ZstdError as error:
-                raise self._damaged(row, key, str(error)) from error
-            dictionary = self._dictionary(number) if number else None
+        dictionary = self.have_dictionary(row, payload)
         dictionaries = self._parts.objects.dictionaries
         try:
             data = CODECS[place.codec].decompress(payload, row.size, dictionaries.decompressor)
@@ -218,6 +212,20 @@ class BlobFetcher:
             temporary.unlink(missing_ok=True)
             raise
         return LargeBlob(objects, blob, temporary, kept)
+
+    def have_dictionary(self, row: Row, frame: bytes) -> Dictionary | None:
+        """The dictionary that a stored frame of a row needs, which is in the store then; None for none.
+
+        Raises:
+            CorruptError: the frame or the dictionary is damaged.
+        """
+        if row.place.codec != "zstd" or not row.size:
+            return None
+        try:
+            number = zstandard.get_frame_parameters(frame).dict_id
+        except zstandard.ZstdError as error:
+            raise self._damaged(row, object_key(row.place.object, packed=True), str(error)) from error
+        return self._dictionary(number) if number else None
 
     def _dictionary(self, number: int) -> Dictionary:
         """A dictionary, which is in the store then."""

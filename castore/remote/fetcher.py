@@ -40,12 +40,13 @@ from castore.remote import commits, marker, page_trim
 from castore.remote.bucket import Bucket, Patience
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
-from castore.remote.kept import Part, blob_name
+from castore.remote.kept import LARGEST_PART, Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
+from castore.remote.passing import check_frames, stretch
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
@@ -221,7 +222,7 @@ class Fetcher:
             first: how many are waited for.
         """
         source = self._source(remote)
-        by_digest = {row[1]: Row._make([*row[:-1], Place(*row[-1])]) for row in rows}
+        by_digest = {row[1]: _row(row) for row in rows}
         waited = [row[1] for row in rows[:first]]
         known = self._parts.index.blobs_of(list(by_digest))
         missing = [digest for digest in by_digest if digest not in known or not known[digest].is_here]
@@ -259,6 +260,28 @@ class Fetcher:
 
         waited = set(list(named)[:first])
         self._have(missing, waited, begin)
+
+    def frames(self, remote: str, row: list[Any], first: int) -> bytes:
+        """Stored bytes of a blob, from one of its frames on, that are kept nowhere. Their dictionary is.
+
+        Args:
+            remote: its name.
+            row: fields of `Row`.
+            first: number of the frame.
+        """
+        source, wanted = self._source(remote), _row(row)
+        place = wanted.place
+        stop, start, end = stretch(wanted, first)
+        if end - start > LARGEST_PART:
+            raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {wanted.name!r}")
+        key = object_key(place.object, packed=place.is_packed)
+        ranges = [(place.offset + start, place.offset + end)]
+        [stored] = source.require(source.bucket.get_ranges, key, ranges)
+        frames = check_frames(stored, wanted, first, stop, f"{source.bucket.url}/{key}")
+        if place.is_packed:
+            blobs = BlobFetcher(self._parts, source.bucket, self._network)
+            source.require(blobs.have_dictionary, wanted, frames[0])
+        return stored
 
     def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
         """Begin what nobody else has begun, and wait for some of it."""
@@ -358,6 +381,10 @@ class Fetcher:
         for pool in (self._work, self._network):
             pool.shutdown(wait=False, cancel_futures=True)
         self._parts.close()
+
+
+def _row(fields: list[Any]) -> Row:
+    return Row._make([*fields[:-1], Place(*fields[-1])])
 
 
 def _neighbours(parts: list[Part]) -> Iterator[list[Part]]:
@@ -462,7 +489,7 @@ class _Server:
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         call = request.pop("do", None)
-        if call not in ("ref", "pages", "blobs", "parts"):
+        if call not in ("ref", "pages", "blobs", "parts", "frames"):
             return {"error": describe(RemoteError(f"the fetcher knows no {call!r}; end it, and read again"))}
         try:
             return {"result": getattr(self._fetcher, call)(**request)}

@@ -14,9 +14,9 @@ import pytest
 import castore_fuse
 from castore import Store
 from castore.adapters.datasets import cached_map, wait
-from castore.errors import InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
+from castore.errors import FullError, InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
 from castore.watch.adder import is_current
-from tests.helpers import agrees_with_disk, flip, in_processes, noise
+from tests.helpers import agrees_with_disk, flip, in_processes, noise, records
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
 
 
@@ -121,6 +121,69 @@ def test_a_small_budget_is_kept_while_more_is_read_than_fits(copied: Path, tmp_p
                 assert store.totals().stored <= budget
         assert set(store) == set(CONTENTS)
         agrees_with_disk(store)
+
+
+def _fill(store: Store) -> None:
+    """Leave no room within the budget."""
+    budget = store.settings.max_size
+    assert budget is not None
+    store.put("mine", noise(budget - 1000), codec="none")
+    store.pin("mine")
+
+
+def _mount_of_the_remote(store: Store) -> dict[str, bytes | None]:
+    with castore_fuse.mounted(store, remote="team") as root:
+        return dict(read(root))
+
+
+@pytest.mark.parametrize("read_all", [_get, _get_many, _open, _open_blob, _mount, _mount_of_the_remote])
+def test_bytes_for_which_pins_leave_no_room_are_served_and_not_kept(
+    copied: Path, tmp_path: Path, read_all: Callable[[Store], dict[str, bytes | None]]
+) -> None:
+    with node(tmp_path / "full", copied.as_uri(), max_size=1_000_000, memory=0) as store:
+        _fill(store)
+        store.pull(remote="team", lazy=True)
+        found = read_all(store)
+        assert found.pop("mine", None) in (None, store.get("mine"))
+        assert found == CONTENTS
+        assert store.totals().stored <= 1_000_000
+        assert [entry.name for entry in store.entries() if not entry.away and entry.stored > 1000] == ["mine"]
+        with pytest.raises(FullError, match="the rest is pinned"):
+            store.pull(remote="team", prefix="small")
+        store.unpin("mine")
+        with Store(store.path, memory=0) as again:
+            assert again.get("small/000") == CONTENTS["small/000"]
+            assert not next(again.entries("small/000")).away
+        agrees_with_disk(store)
+
+
+def test_damage_that_passes_through_is_found(copied: Path, tmp_path: Path) -> None:
+    for path in (copied / "packs").iterdir():
+        flip(path, path.stat().st_size // 2)
+    with node(tmp_path / "full", copied.as_uri(), max_size=1_000_000, memory=0) as store:
+        _fill(store)
+        store.pull(remote="team", lazy=True)
+        found = _get(store)
+        assert found.pop("mine")
+        missed = [name for name, data in found.items() if data is None]
+        assert len(missed) == 1
+        assert {name: CONTENTS[name] for name in found if name not in missed} == {
+            name: data for name, data in found.items() if data is not None
+        }
+
+
+def test_bytes_that_pass_through_bring_the_dictionary_that_they_need(tmp_path: Path) -> None:
+    samples, contents = records(400, 1), dict(zip(("rec/1", "rec/2"), records(2, 2), strict=True))
+    with Store(tmp_path / "one") as one:
+        one.train_dictionary("rec", samples)
+        one.put_many(contents.items())
+        one.add_remote("team", (tmp_path / "bucket").as_uri()).push()
+    with node(tmp_path / "full", (tmp_path / "bucket").as_uri(), max_size=100_000, memory=0) as store:
+        store.put("mine", noise(100_000), codec="none")
+        store.pin("mine")
+        store.pull(remote="team", lazy=True)
+        assert store.get_many(list(contents)) == list(contents.values())
+        assert all(entry.away for entry in store.entries("rec"))
 
 
 def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
