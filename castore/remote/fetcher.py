@@ -50,6 +50,7 @@ from castore.remote.passing import check_frames, stretch
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
+from castore.system.ballast import full_disk_error
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
 from castore.units import parse_duration
@@ -414,8 +415,9 @@ def _check_frames(stored: memoryview, part: Part, where: str) -> None:
 class _Server:
     """The socket, and the life of the process."""
 
-    def __init__(self, path: Path, fetcher: Fetcher, mode: int) -> None:
-        self._path = path
+    def __init__(self, store: Path, fetcher: Fetcher, mode: int) -> None:
+        path = store / SOCKET
+        self._store, self._path = store, path
         self._fetcher = fetcher
         self._lock = threading.Lock()
         self._active = 0
@@ -493,8 +495,10 @@ class _Server:
             return {"error": describe(RemoteError(f"the fetcher knows no {call!r}; end it, and read again"))}
         try:
             return {"result": getattr(self._fetcher, call)(**request)}
-        except (CastoreError, OSError) as error:
+        except CastoreError as error:
             return {"error": describe(error)}
+        except OSError as error:
+            return {"error": describe(full_disk_error(self._store, error) or error)}
         except Exception as error:  # noqa: BLE001 (the reader must learn of it: nobody else is here)
             return {"error": describe(RemoteError(f"the fetcher failed: {type(error).__name__}: {error}"))}
 
@@ -524,7 +528,7 @@ def main() -> int:
             return 0
         fetcher = Fetcher(parts)
         try:
-            _Server(store / SOCKET, fetcher, parts.settings.file_mode).serve()
+            _Server(store, fetcher, parts.settings.file_mode).serve()
         finally:
             fetcher.close()
     finally:

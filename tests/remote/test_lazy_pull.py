@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from castore.errors import FullError, InvalidValueError, NotFoundError, RemoteEr
 from castore.watch.adder import is_current
 from tests.helpers import agrees_with_disk, flip, in_processes, noise, records
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
+from tests.torture.test_full_disk import fill_up
 
 
 @pytest.fixture
@@ -186,6 +188,24 @@ def test_bytes_that_pass_through_bring_the_dictionary_that_they_need(tmp_path: P
         assert all(entry.away for entry in store.entries("rec"))
 
 
+def test_bytes_are_served_though_the_disk_is_full(copied: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16M", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        with node(disk / "store", copied.as_uri(), memory=0) as store:
+            store.pull(remote="team", lazy=True)
+            filler = fill_up(disk)
+            assert _get(store) == CONTENTS
+            filler.unlink()
+            agrees_with_disk(store)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
     assert lazy.get("middle") == CONTENTS["middle"]
     [entry] = list(lazy.entries("middle"))
@@ -197,27 +217,32 @@ def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
         flip(Path(again.path_of(blob)), 1000)
         [finding] = again.verify().bad
         assert "fetched when they are read" in finding.why
+        assert not finding.lost
         assert again.get("middle") == CONTENTS["middle"]
         assert again.stat().corrupt == 2
 
 
 def test_bytes_that_the_remote_lost_are_a_miss_and_a_network_that_is_down_is_an_error(
-    lazy: Store, copied: Path
+    lazy: Store, copied: Path, pushed: Store
 ) -> None:
     for place in ("objects", "packs"):
         for path in (copied / place).rglob("*"):
             if path.is_file():
                 path.unlink()
     assert lazy.get("large", b"none") == b"none" == lazy.get("one", b"none")
+    assert "one" in lazy, "no remote is asked"
     assert lazy.get_many(["one", "middle"]) == [None, None]
     with pytest.raises(NotFoundError):
         lazy.open("middle")
     with lazy.open("large") as file, pytest.raises(RemoteMissingError):  # comes in parts
         file.read()
     assert lazy.get_or_compute("middle", lambda: b"again") == b"again"
+    for path in pushed.path.with_name("bucket").glob("packs/*"):
+        shutil.copy(path, copied / "packs")
+    assert lazy.get("one") == b"1", "such a miss does not stick"
     shutil.rmtree(copied)
     with pytest.raises(RemoteError):
-        lazy.get("one")
+        lazy.get("large")
 
 
 def test_bytes_that_are_put_are_here_and_a_pull_brings_the_others(lazy: Store, copied: Path) -> None:
