@@ -32,7 +32,6 @@ from castore.errors import (
     RemoteMissingError,
     RemoteUnreachableError,
 )
-from castore.gc import collect
 from castore.index import places
 from castore.parts import Parts
 from castore.records import DIGEST_SIZE, EntrySpec
@@ -67,9 +66,9 @@ TIMEOUT_SECONDS, TIMEOUT_VARIABLE = 30.0, "CASTORE_REMOTE_TIMEOUT"
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
 # Bytes of neighbouring parts that come in one request.
-_REQUEST_BYTES = 4 << 20
+_REQUEST_BYTES = 2 << 20
 # Blobs, and their bytes, that are committed together.
-_BATCH, _BATCH_BYTES = 64, 4 << 20
+_BATCH, _BATCH_BYTES = 256, 4 << 20
 # Bytes, and part of the budget, that are kept between two collections of the store.
 _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
 # Seconds for which a remote that gave no answer is not asked again.
@@ -141,29 +140,35 @@ class _Source:
 
 
 class _Coming:
-    """The fetches under way, by key. Each thing is fetched once, however many readers ask for it."""
+    """The fetches under way, by key. Each thing is fetched once, however many readers ask for it.
+
+    There may be thousands of keys, and only those that a reader waits for have a future.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._futures: dict[Hashable, Future[None]] = {}
+        self._futures: dict[Hashable, Future[None] | None] = {}
 
-    def claim(self, keys: Iterable[_K]) -> tuple[dict[_K, Future[None]], list[_K]]:
-        """The futures of all keys, and the keys that the caller must see to: nobody else does."""
-        found: dict[_K, Future[None]] = {}
-        mine: list[_K] = []
+    def claim(self, keys: Iterable[_K], waited: Iterable[_K]) -> tuple[list[Future[None]], list[_K]]:
+        """The futures of those keys that are waited for, and all keys that the caller must see to: nobody
+        else does.
+        """
         with self._lock:
-            for key in keys:
-                if key not in self._futures:
-                    self._futures[key] = Future()
-                    mine.append(key)
-                found[key] = self._futures[key]
+            mine = [key for key in keys if key not in self._futures]
+            self._futures.update(dict.fromkeys(mine))
+            found: list[Future[None]] = []
+            for key in waited:
+                if key in self._futures:
+                    future = self._futures[key] or Future()
+                    self._futures[key] = future
+                    found.append(future)
         return found, mine
 
     def end(self, keys: Iterable[Hashable], error: BaseException | None = None) -> None:
         """Tell those who wait that the keys are there, or why they are not."""
         with self._lock:
-            futures = [self._futures.pop(key) for key in keys if key in self._futures]
-        for future in futures:
+            futures = [self._futures.pop(key, None) for key in keys]
+        for future in filter(None, futures):
             if error is None:
                 future.set_result(None)
             else:
@@ -286,12 +291,11 @@ class Fetcher:
 
     def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
         """Begin what nobody else has begun, and wait for some of it."""
-        futures, mine = self._coming.claim(keys)
+        futures, mine = self._coming.claim(keys, waited)
         if mine:
             begin(mine)
-        for key in waited:
-            if key in futures:
-                futures[key].result()
+        for future in futures:
+            future.result()
 
     def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
         """Do some work, and tell those who wait for the keys."""
@@ -310,7 +314,7 @@ class Fetcher:
         batch: list[tuple[str, Staged]] = []
         size = 0
         # A damaged blob is no reason to refuse its neighbours.
-        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_damage)
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_damage, _REQUEST_BYTES)
         try:
             with closing(blobs.staged(wanted)) as coming:
                 for row, staged in coming:
@@ -369,6 +373,8 @@ class Fetcher:
 
     def _tidy(self) -> None:
         """Free the disk space of evicted bytes in packs, and of the journal's old records."""
+        from castore.gc import collect  # not before it is needed: readers wait for the start
+
         with suppress(CastoreError, OSError):  # no reader's business; the next time tries again
             collect.run(self._parts, self._parts.settings.max_size, collect.GRACE_SECONDS)
             page_trim.trim(self._parts)

@@ -34,7 +34,7 @@ from castore.system.ram_cache import MemoryLRU
 log = logging.getLogger("castore")
 
 # Blobs asked for at once; and neighbours that come along: at least so many, and so many for each blob.
-_BATCH, _FEWEST, _SHARE = 500, 2000, 4
+_BATCH, _FEWEST, _SHARE = 500, 8000, 4
 
 
 class RemoteOrigin:

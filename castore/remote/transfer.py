@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,13 @@ from castore.parts import Parts
 from castore.remote import commits, marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
-from castore.remote.check import check
-from castore.remote.collect import collect
 from castore.remote.error_values import describe
+from castore.remote.fetcher_client import FetcherClient
+from castore.remote.hints import Hints
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
-from castore.remote.probe import probe
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit, pull
-from castore.remote.push import push
 from castore.remote.remotes import Remotes
 from castore.remote.retries import ENDED
 from castore.remote.tree import Tree, difference
@@ -47,7 +46,7 @@ _PATIENCE = 10.0
 
 
 class _Call:
-    """One call, in an open store."""
+    """One call, in an open store. Each imports what it needs, since the process is started for it alone."""
 
     def __init__(self, parts: Parts, bucket: Bucket, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
@@ -57,6 +56,8 @@ class _Call:
 
     def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
         """Make the place a remote and try it out; returns what may surprise."""
+        from castore.remote.probe import probe
+
         marker.prepare(self.bucket, read_only=read_only)
         found = probe(self.bucket, writes=not read_only)
         if not found.fit_for_reading:
@@ -69,6 +70,8 @@ class _Call:
         return list(found.sentences)
 
     def push(self, remote: str, ref: str, bad: list[str], **options: Any) -> dict[str, Any]:
+        from castore.remote.push import push
+
         distrusted = set(map(bytes.fromhex, bad))
         self.pages.restore(distrusted)
         return push(
@@ -85,6 +88,8 @@ class _Call:
         )._asdict()
 
     def gc(self, keep_commits: int | None, grace: float, dry_run: bool) -> dict[str, Any]:
+        from castore.remote.collect import collect
+
         return collect(
             self.bucket,
             self.pages,
@@ -95,9 +100,13 @@ class _Call:
         )._asdict()
 
     def check(self, deep: bool) -> dict[str, Any]:
+        from castore.remote.check import check
+
         return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()
 
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
+        if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
+            Hints().give(partial(FetcherClient(self.parts.path).prepare, remote))
         return pull(
             self.parts,
             self.bucket,

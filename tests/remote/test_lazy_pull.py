@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,8 +17,10 @@ import castore_fuse
 from castore import Store
 from castore.adapters.datasets import cached_map, wait
 from castore.errors import FullError, InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
+from castore.remote.messages import SOCKET
 from castore.watch.adder import is_current
 from tests.helpers import agrees_with_disk, flip, in_processes, noise, records
+from tests.mount.conftest import until
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
 from tests.torture.test_full_disk import fill_up
 
@@ -34,12 +37,32 @@ def test_names_are_there_before_any_byte_is(lazy: Store) -> None:
     assert set(lazy) == set(CONTENTS)
     assert len(lazy) == len(CONTENTS)
     assert lazy.totals().stored == 0
-    assert not fetchers(lazy)
     for entry in lazy.entries():
         assert (entry.size, entry.stored, entry.away) == (len(CONTENTS[entry.name]), 0, True)
     assert "large" in lazy
     assert lazy.stat().away.blobs == len({bytes(data) for data in CONTENTS.values()})
     agrees_with_disk(lazy)
+
+
+def test_the_fetcher_starts_with_the_pull_and_serves_the_first_read(lazy: Store) -> None:
+    until((lazy.path / SOCKET).exists)
+    until(lambda: len(fetchers(lazy)) == 1)  # the process that started it is gone
+    [began] = fetchers(lazy)
+    assert lazy.get("one") == b"1"
+    assert fetchers(lazy) == [began]
+
+
+def test_a_batch_that_is_read_brings_the_rest_of_its_pack(tmp_path: Path) -> None:
+    contents = {f"{number:04d}": b"%d" % number for number in range(5000)}
+    with Store(tmp_path / "one") as one:
+        one.put_many(contents.items())
+        one.add_remote("team", (tmp_path / "bucket").as_uri()).push()
+    with node(tmp_path / "two", (tmp_path / "bucket").as_uri()) as two:
+        two.pull(remote="team", lazy=True)
+        names = random.Random(1).sample(sorted(contents), 64)
+        assert two.get_many(names) == [contents[name] for name in names]
+        until(lambda: two.stat().away.blobs == 0)
+        agrees_with_disk(two)
 
 
 def _get(store: Store) -> dict[str, bytes | None]:
@@ -328,7 +351,7 @@ def test_the_mount_says_where_bytes_are(lazy: Store) -> None:
 def test_a_name_without_bytes_is_copied_renamed_and_expires(lazy: Store) -> None:
     assert lazy.copy("middle", "copies/middle").away
     assert lazy.rename("one", "renamed").away
-    assert not fetchers(lazy)
+    assert lazy.totals().stored == 0
     assert lazy.get("copies/middle") == CONTENTS["middle"]
     assert lazy.get("renamed") == b"1"
     assert "one" not in lazy
