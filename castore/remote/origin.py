@@ -24,7 +24,7 @@ from castore.parts import Parts
 from castore.records import Blob
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.hints import Hints
-from castore.remote.kept import WHOLE_LIMIT, bytes_here
+from castore.remote.kept import WHOLE_LIMIT, bytes_here, drop_parts
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.pack_window import PackWindow
 from castore.remote.pages import Place, Row
@@ -62,6 +62,7 @@ class RemoteOrigin:
                     by_remote[place.remote].append(place)
             for remote, wanted in by_remote.items():
                 self._fetch(remote, [*wanted, *self._neighbours(wanted)], first=len(wanted))
+                drop_parts(self._parts.index, [_row(place).place for place in wanted])
 
     def describe(self, digest: bytes) -> dict[str, str]:
         """See `Origin`."""

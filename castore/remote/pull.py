@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
-from castore.remote.kept import WHOLE_LIMIT, Division
+from castore.remote.kept import drop_parts
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -35,8 +34,9 @@ from castore.units import format_size
 from castore.write.open_pack import Vanished
 from castore.write.staging import KnownBlob, Staged
 
-# Names committed together, and digests looked up together.
-_COMMIT = 1000
+# Names committed together, without bytes and with them, and digests looked up together. In a large index each
+# digest of a commit is on a page of its own, so fewer and larger commits write far fewer pages.
+_NAMES, _COMMIT = 10_000, 1000
 _DIGESTS = 500
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 
@@ -204,8 +204,8 @@ def _name(parts: Parts, bucket: Bucket, remote: str, plan: _Plan, progress: Prog
         refuse_pickle(row, bucket)
     done = 0
     lock_yield = LockYield()
-    for start in range(0, len(plan.rows), _COMMIT):
-        some = plan.rows[start : start + _COMMIT]
+    for start in range(0, len(plan.rows), _NAMES):
+        some = plan.rows[start : start + _NAMES]
         specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in some]
         with parts.index.write() as txn:
             placed = places.record(txn, [_remote_place(remote, row) for _, row in some])
@@ -290,16 +290,7 @@ class _Fetch:
                     ready, batch = batch, []
                     self._parts.writer.restore(ready)
             self._parts.writer.restore(batch)
-        self._drop_parts(wanted.values())
-
-    def _drop_parts(self, rows: Iterable[Row]) -> None:
-        """Drop what readers have kept of blobs that are whole now."""
-        large = [row.place for row in rows if row.place.stored > WHOLE_LIMIT]
-        names = [part.name(place.object) for place in large for part in Division(place).parts]
-        for start in range(0, len(names), _COMMIT):
-            with self._parts.index.write() as txn:
-                for name in names[start : start + _COMMIT]:
-                    txn.delete_entry(name)
+        drop_parts(self._parts.index, [row.place for row in wanted.values()])
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
         known: dict[bytes, Staged] = {}

@@ -238,14 +238,15 @@ class Remote:
         with closing(RemoteTree(self._parts, self.name, ref, commit)) as tree:
             return tree.warm(check_prefix(prefix), shard, progress or (lambda done, total: None))
 
-    def check(self, *, deep: bool = False) -> Checked:
+    def check(self, *, deep: bool = False, progress: Progress | None = None) -> Checked:
         """Check that the bucket has all that its refs mean.
 
         Args:
             deep: read every object and compare its bytes with its digest. By default only listings and trees
                 are read.
+            progress: with ``deep`` called with bytes that were read, and those of all objects.
         """
-        found = self._call("check", {"deep": deep})
+        found = self._call("check", {"deep": deep}, progress)
         problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
         return Checked(**found | {"problems": problems})
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice, takewhile
@@ -115,6 +115,8 @@ class RemoteTree:
         # The newest first. An open file may be of an earlier one.
         self._trees = [self._tree(found.tree)]
         self._prefetch = prefetch
+        # All at and below it is fetched ahead; None for nothing.
+        self._ahead: str | None = None
         self._ended = threading.Event()
         self._background = ThreadPoolExecutor(1, "castore-ahead")
         self._hints = Hints()
@@ -213,13 +215,15 @@ class RemoteTree:
         found = self._ask(None)
         if found.commit == self.commit:
             return []
-        newer = self._tree(found.tree)
+        older, newer = self._trees[0], self._tree(found.tree)
         changes = [
             NameChange(change.name, None if change.new is None else change.new.digest)
-            for change in islice(difference(self._trees[0], newer), MOST_CHANGES)
+            for change in islice(difference(older, newer), MOST_CHANGES)
         ]
         self.commit, self.time, self._trees = found.commit, found.time, [newer, *self._trees[: _OLDER - 1]]
         self._known.set_seen(self._remote, self._ref, found)
+        if self._ahead is not None:
+            self._background.submit(self._fetch_ahead, partial(_new_rows, older, newer, self._ahead))
         return changes if len(changes) < MOST_CHANGES else None
 
     # Blobs
@@ -347,8 +351,11 @@ class RemoteTree:
         self._parts.objects.packs.drop_unlinked()
 
     def begin(self, prefix: str) -> None:
-        """Start to fetch all at and below a prefix, if that is asked for. Call once threads may start."""
+        """Start to fetch all at and below a prefix, of this commit and of those that follow, if that is asked
+        for. Call once threads may start.
+        """
         if self._prefetch == "all":
+            self._ahead = prefix
             self._background.submit(self._fetch_ahead, partial(self._trees[0].rows, prefix))
 
     def _fetch_ahead(self, find_rows: Callable[[], Iterable[Row]]) -> None:
@@ -431,6 +438,10 @@ class CommitChanges:
                 continue
             with self._lock:
                 self._changes = None if changes is None or self._changes is None else self._changes + changes
+
+
+def _new_rows(older: Tree, newer: Tree, prefix: str) -> Iterator[Row]:
+    return (change.new for change in difference(older, newer, prefix) if change.new is not None)
 
 
 def _file_row(row: Row) -> FileRow:

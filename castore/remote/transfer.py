@@ -102,7 +102,8 @@ class _Call:
     def check(self, deep: bool) -> dict[str, Any]:
         from castore.remote.check import check
 
-        return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()
+        progress = _Progress()
+        return check(self.bucket, self.pages, self.pool, deep=deep, progress=progress)._asdict()
 
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile

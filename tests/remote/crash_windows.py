@@ -630,7 +630,7 @@ def _in_quarantine(store: Store) -> bool:
 
 
 def _pull_lazily(folder: Folder) -> int:
-    pull._COMMIT = 4
+    pull._NAMES = 4
     with opened(folder, "two") as store:
         return store.remote("team").pull(lazy=True).added
 

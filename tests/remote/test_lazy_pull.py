@@ -467,6 +467,21 @@ def test_what_was_warmed_is_read_whole_without_a_network_and_pulled_once(lazy: S
     assert lazy.totals().stored <= before * 1.01
 
 
+def test_a_blob_that_is_brought_whole_leaves_no_parts_behind(lazy: Store) -> None:
+    with lazy.open("large") as file:
+        assert file.read(10) == CONTENTS["large"][:10]
+    end_fetcher(lazy)
+    assert lazy.totals().entries > len(CONTENTS), "parts are here"
+    entry = lazy.entry("large")
+    assert entry is not None
+    blob = lazy.blob(entry.digest)
+    assert blob is not None
+    assert lazy.bring(blob).is_here
+    assert lazy.totals().entries == len(CONTENTS)
+    assert lazy.get("large") == CONTENTS["large"]
+    agrees_with_disk(lazy)
+
+
 def test_a_blob_larger_than_the_budget_is_read_in_parts(copied: Path, tmp_path: Path) -> None:
     with node(tmp_path / "small", copied.as_uri(), max_size=6_000_000, memory=0) as store:
         store.pull(remote="team", lazy=True)
