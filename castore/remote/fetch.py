@@ -116,19 +116,17 @@ class BlobFetcher:
             RemoteError: the remote cannot be used.
         """
         pending: set[Future[list[tuple[Row, Staged]]]] = set()
-        done: set[Future[list[tuple[Row, Staged]]]] = set()
         requests = _requests(wanted, self._request_bytes)
         try:
             while True:
-                # The network has work while the caller commits what has come.
                 while len(pending) < _REQUESTS and (request := next(requests, None)) is not None:
                     work = self._records if request.rows[0].place.is_packed else self._object
                     pending.add(self._pool.submit(work, request))
-                for future in done:
-                    yield from future.result()
                 if not pending:
                     return
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield from future.result()
         finally:
             for future in pending:
                 future.cancel()
