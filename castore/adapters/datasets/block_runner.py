@@ -44,6 +44,15 @@ from castore.store import Store
 from castore.system import worker_processes
 
 _VERSION = 1
+# In the place of a result's features: the step has changed nothing.
+_UNCHANGED = "null"
+
+
+class MixedAnswersError(Exception):
+    """A function returns None for some rows and results for others.
+
+    What `datasets` makes of that depends on the first row and the last one of all.
+    """
 
 
 class BlockCall(NamedTuple):
@@ -149,6 +158,7 @@ class BlockRun:
 
         Raises:
             NoRoomError: the store has no room for a result.
+            MixedAnswersError: the step cannot run block by block.
             Exception: an exception of the operator; the blocks before that one are kept.
         """
         self._begin()
@@ -167,6 +177,8 @@ class BlockRun:
                 first += rows
                 bar.update(rows)
             results = [item if isinstance(item, BlockResult) else item.result() for item in self._done]
+        if len({result.features == _UNCHANGED for result in results}) > 1:
+            raise MixedAnswersError
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
@@ -180,7 +192,8 @@ class BlockRun:
         """
         dataset = self._step.dataset
         told = own_copy(dataset)
-        told._info.features = _parse(_with_rows(results)[0].features)
+        features = _with_rows(results)[0].features
+        told._info.features = dataset.features.copy() if features == _UNCHANGED else _parse(features)
         told._fingerprint = fingerprint
         if dataset._format_columns is not None:  # as `map` does: new columns are shown
             hidden = set(dataset.column_names).difference(dataset._format_columns)
@@ -280,9 +293,19 @@ def _run_block(
     )
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
-    known = None if features is None else _parse(features)
-    result = step.run(BlockCall(block, first, known, file, digits))
-    return _Written(write_result(result, str(file)), len(result), json.dumps(result.features.to_dict()))
+    known = None if features is None or features == _UNCHANGED else _parse(features)
+    try:
+        result = step.run(BlockCall(block, first, known, file, digits))
+    except AttributeError as error:
+        # The first row that a writer is needed for opens it, unless an earlier row got None.
+        if "'NoneType' object has no attribute 'write" in str(error):
+            raise MixedAnswersError from error
+        raise
+    is_unchanged = result._indices is None and result._data.table is block._data.table
+    if features is not None and is_unchanged != (features == _UNCHANGED):
+        raise MixedAnswersError
+    made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+    return _Written(write_result(result, str(file)), len(result), made)
 
 
 # --- other processes ----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.steps import operator_name
@@ -123,13 +124,14 @@ def _run_cached(
 
     def make(file: Path) -> datasets.Dataset:
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
-        return getattr(dataset, kind)(
-            function,
-            **passed,
-            load_from_cache_file=False,
-            cache_file_name=str(file),
-            new_fingerprint=fingerprint_of_key(digits),
-        )
+        with loops_closed(function) as called:
+            return getattr(dataset, kind)(
+                called,
+                **passed,
+                load_from_cache_file=False,
+                cache_file_name=str(file),
+                new_fingerprint=fingerprint_of_key(digits),
+            )
 
     blocks = _in_blocks(kind, dataset, function, arguments, given, description.fingerprint, parameters)
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
@@ -162,21 +164,25 @@ def _in_blocks(
     is_numbered = arguments["with_indices"]
     if (is_numbered and inspect.iscoroutinefunction(function)) or (arguments["with_rank"] and num_proc > 1):
         return None
-    if num_proc > 1 and is_batched and arguments.get("drop_last_batch"):
+    drops = is_batched and bool(arguments.get("drop_last_batch"))
+    if num_proc > 1 and drops:
         return None
 
     def run(call: BlockCall) -> datasets.Dataset:
+        if drops and call.first and len(call.rows) < size:
+            return call.rows.select([])  # `map` gives rows back where it drops all of them
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
         passed.pop("num_proc", None)
         if call.features is not None:
             passed["features"] = call.features
-        return getattr(call.rows, kind)(
-            _Numbered(function, call.first, bool(arguments["with_rank"])) if is_numbered else function,
-            **passed,
-            load_from_cache_file=False,
-            cache_file_name=str(call.file),
-            new_fingerprint=call.fingerprint,
-        )
+        with loops_closed(function) as called:
+            return getattr(call.rows, kind)(
+                _Numbered(called, call.first, bool(arguments["with_rank"])) if is_numbered else called,
+                **passed,
+                load_from_cache_file=False,
+                cache_file_name=str(call.file),
+                new_fingerprint=call.fingerprint,
+            )
 
     # The features follow from the rows that `map` writes first.
     first_rows = max(arguments["writer_batch_size"] or 1000, size if is_batched else 1)
@@ -186,7 +192,7 @@ def _in_blocks(
         run,
         {"kind": kind, "operator": operator, "parameters": parameters},
         Cut(multiple, first_rows),
-        is_numbered=is_numbered,
+        is_numbered=is_numbered or drops,
         has_features=kind == "filter" or arguments["features"] is not None,
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),

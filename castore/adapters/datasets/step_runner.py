@@ -29,7 +29,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NoRoomError
-from castore.adapters.datasets.block_runner import BlockRun, BlockStep
+from castore.adapters.datasets.block_runner import BlockRun, BlockStep, MixedAnswersError
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
@@ -204,12 +204,12 @@ def run_or_load(
 
 
 def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome | None:
-    """Run a step block by block, and keep it; None if the store has no room for all blocks."""
+    """Run a step block by block, and keep it; None if it cannot, or the store has no room for all blocks."""
     began = time.perf_counter()
     for _ in range(_ATTEMPTS):
         try:
             results = run.run()
-        except NoRoomError:
+        except (NoRoomError, MixedAnswersError):
             return None
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)
