@@ -47,18 +47,22 @@ class Ran:
 ran = Ran()
 
 
-class Adds:
-    """A map of one row at a time."""
+class Operator:
+    """An operator with a parameter."""
 
     def __init__(self, parameter: int) -> None:
         self.parameter = parameter
+
+
+class Adds(Operator):
+    """A map of one row at a time."""
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         ran()
         return {"sum": sample["number"] + self.parameter, "text": sample["text"] + "!"}
 
 
-class Types(Adds):
+class Types(Operator):
     """A map whose types follow from the rows; may be an error."""
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +71,7 @@ class Types(Adds):
         return {"type": None if n < 15 * self.parameter else {"b": n, "a": [n / 2] * (n % 2)}}
 
 
-class Keeps(Adds):
+class Keeps(Operator):
     """A filter."""
 
     def __call__(self, sample: dict[str, Any]) -> Any:
@@ -75,7 +79,7 @@ class Keeps(Adds):
         return sample["number"] % (self.parameter + 2) == 0
 
 
-class Groups(Adds):
+class Groups(Operator):
     """A map whose result depends on what else is in the batch."""
 
     def __call__(self, samples: dict[str, list[Any]]) -> dict[str, Any]:
@@ -84,7 +88,7 @@ class Groups(Adds):
         return {"piece": [joined[at : at + size] for at in range(0, len(joined), size)]}
 
 
-class Numbers(Adds):
+class Numbers(Operator):
     """A map of rows and their numbers."""
 
     def __call__(self, sample: dict[str, Any], number: int) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class Numbers(Adds):
         return {"at": number * self.parameter}
 
 
-class Spreads(Adds):
+class Spreads(Operator):
     """A filter that sees batches, and the numbers of their rows."""
 
     def __call__(self, samples: dict[str, list[Any]], numbers: list[int]) -> list[bool]:
@@ -102,7 +106,7 @@ class Spreads(Adds):
 
 _BATCHED = {"batched": True, "batch_size": _BATCH}
 #: Each step's operator, arguments, and cut; a step without a cut is not counted.
-STEPS: dict[str, tuple[type[Adds], str, dict[str, Any], Cut]] = {
+STEPS: dict[str, tuple[type[Operator], str, dict[str, Any], Cut]] = {
     "adds": (Adds, "map", {}, Cut(None, _FIRST)),
     "types": (Types, "map", {"remove_columns": ["text"]}, Cut(None, _FIRST)),
     "keeps": (Keeps, "filter", {}, Cut(None, _FIRST)),
@@ -267,7 +271,7 @@ class Edits(RuleBasedStateMachine):
         )
         step = cached_map if kind == "map" else cached_filter
         before = self.counter.stat().st_size
-        more = {"load_from_cache_file": False} if fresh else {}
+        more: dict[str, Any] = {"load_from_cache_file": False} if fresh else {}
         made = self._quietly(
             lambda: step(data, operator(parameter), store=self.store, num_proc=num_proc, **options, **more)
         )
@@ -278,7 +282,13 @@ class Edits(RuleBasedStateMachine):
         wait()
         run = 0
         for first, block in self._blocks(data, cut_rule):
-            about = (name, parameter, shape == 3, first == 0 or plain["features"], table_digest(block))
+            about: tuple[Any, ...] = (
+                name,
+                parameter,
+                shape == 3,
+                first == 0 or plain["features"],
+                table_digest(block),
+            )
             about += (first,) if name in NUMBERED else ()
             run += len(block) if fresh or about not in self.known else 0
             self.known.add(about)
