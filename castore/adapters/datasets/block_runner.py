@@ -31,7 +31,13 @@ from datasets.features.features import require_storage_embed
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets import scratch
-from castore.adapters.datasets.block_entries import BlockResult, find_result, put_result, write_result
+from castore.adapters.datasets.block_entries import (
+    BlockResult,
+    NoRoomError,
+    find_result,
+    put_result,
+    write_result,
+)
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import format_digest
@@ -44,6 +50,8 @@ from castore.store import Store
 from castore.system import worker_processes
 
 _VERSION = 1
+# One block in so many rows may be unlike the others; so much of a step says how large its result will be.
+_SHOWS_SIZE = 1 / 20
 # In the place of a result's features: the step has changed nothing.
 _UNCHANGED = "null"
 
@@ -152,6 +160,7 @@ class BlockRun:
         self._features: str | None = None
         self._done: list[BlockResult | Future[BlockResult]] = []
         self._waiting: deque[Future[BlockResult]] = deque()
+        self._rows_kept, self._bytes_kept = 0, 0
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
@@ -264,9 +273,20 @@ class BlockRun:
             result = put_result(self._store, digits, made.path, rows, made.rows, made.features, self.options)
         finally:
             scratch.remove(file)
+        self._check_room(result)
         if not counted and self._step.tell is not None:
             self._step.tell(rows)
         return result
+
+    def _check_room(self, result: BlockResult) -> None:
+        """Raise NoRoomError if not all results will fit: later blocks would push earlier ones out."""
+        self._rows_kept += result.rows_in
+        self._bytes_kept += result.stored
+        rows, most = len(self._step.dataset), self._store.settings.max_size
+        if most is None or self._rows_kept < rows * _SHOWS_SIZE:
+            return
+        if self._bytes_kept * rows > most * self._rows_kept:
+            raise NoRoomError
 
 
 def _parse(features: str) -> datasets.Features:

@@ -752,6 +752,24 @@ def test_a_last_batch_that_is_dropped_is_dropped_also_where_it_is_a_block_of_its
     assert told(case.cached(data, store)) == told(case.plain(data))
 
 
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
+def test_a_step_that_does_not_fit_into_the_store_runs_once_all_the_same(part: float, tmp_path: Path) -> None:
+    chance = random.Random(part)
+    texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(2000)]
+    data = datasets.Dataset.from_dict({"number": list(range(2000)), "text": texts})
+    case = Case(size, SMALL)
+    with small_blocks(8192, 128):
+        with Store(tmp_path / "large", memory=0) as store:
+            plain = told(case.cached(data, store))
+            stored = sum(entry.stored for entry in store.entries(BLOCKS_FOLDER))
+        with Store(tmp_path / "small", memory=0, max_size=int(part * stored)) as store:
+            ran.rows = 0
+            assert told(case.cached(data, store)) == plain
+            with pytest.warns(CacheWarning, match="was not stored"):
+                wait()
+    assert ran.rows < 1.2 * len(data)
+
+
 def some_none(sample: dict[str, Any]) -> Any:
     ran()
     return None if sample["number"] % 10 in (3, 4, 5) else {"n": sample["number"]}
