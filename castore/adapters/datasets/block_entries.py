@@ -33,7 +33,7 @@ class BlockResult(NamedTuple):
         key: 40 hexadecimal digits.
         digest: of its Arrow file, 64 hexadecimal digits.
         rows_in, rows: rows of the block, and of its result.
-        features: the features of the result, in JSON: their order counts.
+        features: the features of the result, in JSON: their order counts; "null" if they are the block's.
         size, stored: bytes of the file, uncompressed and in the store.
         reused: whether it was there before.
     """

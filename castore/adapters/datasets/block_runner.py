@@ -31,7 +31,13 @@ from datasets.features.features import require_storage_embed
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets import scratch
-from castore.adapters.datasets.block_entries import BlockResult, find_result, put_result, write_result
+from castore.adapters.datasets.block_entries import (
+    BlockResult,
+    NoRoomError,
+    find_result,
+    put_result,
+    write_result,
+)
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import format_digest
@@ -44,6 +50,17 @@ from castore.store import Store
 from castore.system import worker_processes
 
 _VERSION = 1
+# One block in so many rows may be unlike the others; so much of a step says how large its result will be.
+_SHOWS_SIZE = 1 / 20
+# In the place of a result's features: the step has changed nothing.
+_UNCHANGED = "null"
+
+
+class MixedAnswersError(Exception):
+    """A function returns None for some rows and results for others.
+
+    What `datasets` makes of that depends on the first row and the last one of all.
+    """
 
 
 class BlockCall(NamedTuple):
@@ -143,12 +160,14 @@ class BlockRun:
         self._features: str | None = None
         self._done: list[BlockResult | Future[BlockResult]] = []
         self._waiting: deque[Future[BlockResult]] = deque()
+        self._rows_kept, self._bytes_kept = 0, 0
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
 
         Raises:
             NoRoomError: the store has no room for a result.
+            MixedAnswersError: the step cannot run block by block.
             Exception: an exception of the operator; the blocks before that one are kept.
         """
         self._begin()
@@ -167,6 +186,8 @@ class BlockRun:
                 first += rows
                 bar.update(rows)
             results = [item if isinstance(item, BlockResult) else item.result() for item in self._done]
+        if len({result.features == _UNCHANGED for result in results}) > 1:
+            raise MixedAnswersError
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
@@ -180,7 +201,8 @@ class BlockRun:
         """
         dataset = self._step.dataset
         told = own_copy(dataset)
-        told._info.features = _parse(_with_rows(results)[0].features)
+        features = _with_rows(results)[0].features
+        told._info.features = dataset.features.copy() if features == _UNCHANGED else _parse(features)
         told._fingerprint = fingerprint
         if dataset._format_columns is not None:  # as `map` does: new columns are shown
             hidden = set(dataset.column_names).difference(dataset._format_columns)
@@ -251,9 +273,20 @@ class BlockRun:
             result = put_result(self._store, digits, made.path, rows, made.rows, made.features, self.options)
         finally:
             scratch.remove(file)
+        self._check_room(result)
         if not counted and self._step.tell is not None:
             self._step.tell(rows)
         return result
+
+    def _check_room(self, result: BlockResult) -> None:
+        """Raise NoRoomError if not all results will fit: later blocks would push earlier ones out."""
+        self._rows_kept += result.rows_in
+        self._bytes_kept += result.stored
+        rows, most = len(self._step.dataset), self._store.settings.max_size
+        if most is None or self._rows_kept < rows * _SHOWS_SIZE:
+            return
+        if self._bytes_kept * rows > most * self._rows_kept:
+            raise NoRoomError
 
 
 def _parse(features: str) -> datasets.Features:
@@ -280,9 +313,19 @@ def _run_block(
     )
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
-    known = None if features is None else _parse(features)
-    result = step.run(BlockCall(block, first, known, file, digits))
-    return _Written(write_result(result, str(file)), len(result), json.dumps(result.features.to_dict()))
+    known = None if features is None or features == _UNCHANGED else _parse(features)
+    try:
+        result = step.run(BlockCall(block, first, known, file, digits))
+    except AttributeError as error:
+        # The first row that a writer is needed for opens it, unless an earlier row got None.
+        if "'NoneType' object has no attribute 'write" in str(error):
+            raise MixedAnswersError from error
+        raise
+    is_unchanged = result._indices is None and result._data.table is block._data.table
+    if features is not None and is_unchanged != (features == _UNCHANGED):
+        raise MixedAnswersError
+    made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+    return _Written(write_result(result, str(file)), len(result), made)
 
 
 # --- other processes ----------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ TARGET_BYTES = 1 << 23
 #: Rows of a block, where they are small.
 TARGET_ROWS = 10_000
 
+_NOT_ZERO = np.uint64(0x9E3779B97F4A7C15)
+
 _Sizes: TypeAlias = npt.NDArray[np.int64]
 _Numbers: TypeAlias = npt.NDArray[np.uint64]
 
@@ -91,7 +93,8 @@ def is_small(rows: int, size: int) -> bool:
 def _may_end(sizes: _Sizes, numbers: _Numbers) -> Any:
     """Whether a block may end after each row: in one row of as many as the target's rows, or bytes."""
     chances = (sizes.astype(np.uint64) * 4 // 3) << np.uint64(32)
-    return (_mix(numbers) >> np.uint64(32)) * np.uint64(TARGET_BYTES) < chances
+    # Rows of zeros, nulls and empty texts have the number 0, which `_mix` keeps: they would all end blocks.
+    return (_mix(numbers + _NOT_ZERO) >> np.uint64(32)) * np.uint64(TARGET_BYTES) < chances
 
 
 # --- what a row looks like ----------------------------------------------------------------------------------

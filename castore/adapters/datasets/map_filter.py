@@ -20,6 +20,7 @@ from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.steps import operator_name
@@ -135,13 +136,14 @@ def _run_cached(
 
     def make(file: Path) -> datasets.Dataset:
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
-        return getattr(dataset, kind)(
-            function,
-            **passed,
-            load_from_cache_file=False,
-            cache_file_name=str(file),
-            new_fingerprint=fingerprint_of_key(digits),
-        )
+        with loops_closed(function) as called:
+            return getattr(dataset, kind)(
+                called,
+                **passed,
+                load_from_cache_file=False,
+                cache_file_name=str(file),
+                new_fingerprint=fingerprint_of_key(digits),
+            )
 
     counted = {"kind": kind, "operator": description.fingerprint, "parameters": parameters}
     blocks = _in_blocks(kind, dataset, function, arguments, given, counted, rowwise=rowwise)
@@ -184,38 +186,42 @@ def _in_blocks(
     is_numbered = arguments["with_indices"]
     if (is_numbered and inspect.iscoroutinefunction(function)) or (arguments["with_rank"] and num_proc > 1):
         return None
-    if num_proc > 1 and is_batched and arguments.get("drop_last_batch"):
+    drops = is_batched and bool(arguments.get("drop_last_batch"))
+    if num_proc > 1 and drops:
         return None
 
-    is_untried = rowwise and is_batched
+    is_untried = is_rowwise = is_batched and rowwise and not drops
 
     def run(call: BlockCall) -> datasets.Dataset:
         nonlocal is_untried
+        if drops and call.first and len(call.rows) < size:
+            return call.rows.select([])  # `map` gives rows back where it drops all of them
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
         passed.pop("num_proc", None)
         if call.features is not None:
             passed["features"] = call.features
-        called = _Numbered(function, call.first, bool(arguments["with_rank"])) if is_numbered else function
-        if is_untried:
-            _try_rowwise(kind, call, called, passed)
-            is_untried = False
-        return getattr(call.rows, kind)(
-            called,
-            **passed,
-            load_from_cache_file=False,
-            cache_file_name=str(call.file),
-            new_fingerprint=call.fingerprint,
-        )
+        with loops_closed(function) as own:
+            called = _Numbered(own, call.first, bool(arguments["with_rank"])) if is_numbered else own
+            if is_untried:
+                _try_rowwise(kind, call, called, passed)
+                is_untried = False
+            return getattr(call.rows, kind)(
+                called,
+                **passed,
+                load_from_cache_file=False,
+                cache_file_name=str(call.file),
+                new_fingerprint=call.fingerprint,
+            )
 
     # The features follow from the rows that `map` writes first.
     first_rows = max(arguments["writer_batch_size"] or 1000, size if is_batched else 1)
-    multiple = size if is_batched and not rowwise else 1 if is_numbered else None
+    multiple = size if is_batched and not is_rowwise else 1 if is_numbered else None
     return BlockStep(
         dataset,
         run,
         counted,
         Cut(multiple, first_rows),
-        is_numbered=is_numbered,
+        is_numbered=is_numbered or drops,
         has_features=kind == "filter" or arguments["features"] is not None,
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NoRoomError
-from castore.adapters.datasets.block_runner import BlockRun, BlockStep
+from castore.adapters.datasets.block_runner import BlockRun, BlockStep, MixedAnswersError
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
@@ -47,7 +48,7 @@ from castore.system.sql_errors import is_full
 #: The folder of kept steps.
 STEPS_FOLDER = "steps"
 _VERSION = 1
-# Runs of a step of which gc takes blocks before they have the step's name.
+# Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
 _NAME_LENGTH = 60
 
@@ -207,12 +208,19 @@ def run_or_load(
 
 
 def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome | None:
-    """Run a step block by block, and keep it; None if the store has no room for all blocks."""
+    """Run a step block by block, and keep it; None if it cannot, or the store has no room for all blocks."""
     began = time.perf_counter()
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
             results = run.run()
-        except NoRoomError:
+        except BrokenProcessPool as error:
+            if attempt + 1 == _ATTEMPTS:
+                raise RuntimeError(
+                    f"worker processes of {name!r} were killed {_ATTEMPTS} times: out of memory? Blocks that"
+                    " were done are kept; run the step again with a smaller num_proc"
+                ) from error
+            continue
+        except (NoRoomError, MixedAnswersError):
             return None
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)

@@ -24,6 +24,7 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import juicer
+from castore.adapters.datasets.event_loops import loops_closed
 from castore.errors import InvalidValueError
 from castore.system import worker_processes
 
@@ -161,7 +162,8 @@ def _map(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datas
     function, batched = (operator, False) if plain else _method(operator, "process")
     for column in juicer.tag_columns(operator):
         function = (_AddColumnToBatch if batched else _AddColumn)(function, column)
-    return dataset.map(_count_rows(function, batched, options), batched=batched, **options.keywords())
+    with loops_closed(_count_rows(function, batched, options)) as called:
+        return dataset.map(called, batched=batched, **options.keywords())
 
 
 def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:

@@ -110,6 +110,9 @@ class _StoredRows:
         try:
             for blob in find_unchecked(store, loose):
                 check_now(store, blob)
+            for name, blob in files:  # nothing is noted of small blobs, which share a file
+                if blob.pack != LOOSE and store.get_blob(blob) is None:
+                    raise damage_error(name)
             self._opened += [store.open_blob(blob.digest) for _, blob in files]
         except NotFoundError as error:
             raise damage_error(files[0][0]) from error

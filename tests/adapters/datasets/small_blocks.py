@@ -1,0 +1,53 @@
+"""Blocks of a few rows, so that a test of a few hundred rows has dozens of them, and the comparison with what
+plain `datasets` gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import datasets
+import pyarrow as pa
+
+from castore.adapters.datasets import cutting, dataset_entries, source_blocks, stored_table
+
+#: Bytes and rows of a small block.
+BYTES, ROWS = 2048, 32
+
+
+@contextlib.contextmanager
+def small_blocks(size: int = BYTES, rows: int = ROWS) -> Iterator[None]:
+    """Cut into blocks of about so many bytes, or rows; kept blocks are read lazily however small they are."""
+    with (
+        mock.patch.object(cutting, "TARGET_BYTES", size),
+        mock.patch.object(cutting, "TARGET_ROWS", rows),
+        mock.patch.object(source_blocks, "TARGET_BYTES", size),
+        mock.patch.object(source_blocks, "_SMALLEST_FILE", size // 4),
+        mock.patch.object(stored_table, "SMALL_BYTES", 0),
+        mock.patch.object(dataset_entries, "SMALL_BYTES", 0),
+    ):
+        yield
+
+
+def told(dataset: Any) -> dict[str, Any]:
+    """All that a user sees of a dataset: its rows, types, format and split."""
+    if isinstance(dataset, dict):
+        return {split: told(part) for split, part in dataset.items()}
+    assert isinstance(dataset, datasets.Dataset)
+    columns = dataset.format["columns"]
+    table = dataset.with_format("arrow")[:] if len(dataset) else None
+    return {
+        "length": len(dataset),
+        "columns": dataset.column_names,
+        "features": repr(dataset.features),
+        "format": (dataset.format["type"], dataset.format["format_kwargs"], sorted(columns)),
+        "output all": dataset.format["output_all_columns"],
+        "split": str(dataset.split),
+        "description": dataset.info.description,
+        "types": None if table is None else str(pa.schema(dataset.features.type)),
+        "of the table": None if table is None else str(table.schema.remove_metadata()),
+        "rows": [] if table is None else [repr(row) for row in table.to_pylist()],
+    }

@@ -1,0 +1,220 @@
+"""Steps whose processes are killed at any moment go on behind the blocks that were kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castore import Store
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from tests.adapters.datasets import blocks_job
+from tests.adapters.datasets.blocks_job import COUNT, ROWS
+from tests.adapters.datasets.small_blocks import told
+
+ROOT = Path(__file__).parents[3]
+_KILLS = 50 if os.environ.get("CASTORE_TORTURE") == "long" else 6
+#: Rows of a first block, from which a pipeline learns the types, and of any other, at most.
+_FIRST, _MOST = 1000 + 4 * ROWS, 4 * ROWS
+
+
+class Job:
+    """A process that does jobs, one child for each, over one store."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._files = {"store": folder / "store", "counter": folder / "ran", "out": folder / f"out {number}"}
+        self.errors = folder / f"errors {number}"
+        with self.errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.adapters.datasets.blocks_job"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "hf")},
+            )
+
+    def start(self, what: str, num_proc: int = 1, **more: Any) -> int:
+        """Start a child; its process id."""
+        job = {**{name: str(path) for name, path in self._files.items()}, **more}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**job, "what": what, "num_proc": num_proc}) + "\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def end(self) -> int:
+        """Wait for the child: its exit code, or less than 0 for a signal."""
+        return self._line()
+
+    def _line(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def result(self) -> Any:
+        """What the last child made of all rows."""
+        return json.loads(self._files["out"].read_text())
+
+    def rows(self) -> int:
+        """The rows that have run, in all children of all jobs."""
+        return self._files["counter"].stat().st_size if self._files["counter"].exists() else 0
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Callable[[], Job]]:
+    """A function that makes jobs, over one store."""
+    made: list[Job] = []
+
+    def make() -> Job:
+        made.append(Job(tmp_path, len(made)))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+def wanted(what: str) -> Any:
+    """What plain `datasets` gives."""
+    blocks_job.Ran.file, before = os.open(os.devnull, os.O_WRONLY), blocks_job.Ran.file
+    try:
+        return json.loads(json.dumps(told(blocks_job.plainly(what))))
+    finally:
+        os.close(blocks_job.Ran.file)
+        blocks_job.Ran.file = before
+
+
+def until(happened: Callable[[], Any]) -> Any:
+    """What it returns, as soon as that is true."""
+    while not (found := happened()):
+        time.sleep(0.001)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has forked."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL for a process; its workers have ended too on return."""
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(pid, signal.SIGSTOP)  # it forks no more
+        workers = children(pid)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(is_alive, workers)))
+
+
+def kept_rows(path: Path) -> int:
+    """The rows of all blocks whose results are kept."""
+    with Store(path, memory=0) as store:
+        return sum(entry.metadata["rows_in"] for entry in store.entries(BLOCKS_FOLDER))
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_pipeline_that_is_killed_again_and_again_ends_as_plain_datasets_does(
+    num_proc: int, jobs: Callable[[], Job], tmp_path: Path
+) -> None:
+    chance = random.Random(seed := random.randrange(10**9))
+    plain, job = wanted("pipeline"), jobs()
+    lost: list[int] = []
+    while True:
+        before, child = job.rows(), job.start("pipeline", num_proc)
+        if len(lost) < _KILLS:
+            there = before + chance.randrange(1, 5 * COUNT // _KILLS)
+            until(lambda: job.rows() >= there or not is_alive(child))  # noqa: B023
+            time.sleep(chance.random() * 0.02)
+            kill_all(child)
+        if (code := job.end()) == 0:
+            break
+        assert code == -signal.SIGKILL, f"seed {seed}: {job.errors.read_text()[-3000:]}"
+        lost.append(job.rows() - kept_rows(tmp_path / "store") - sum(lost))
+    rows = 3 * COUNT + plain["length"]
+    assert len(lost) > 2, f"seed {seed}"
+    assert max(lost) <= _FIRST + (num_proc + 2) * _MOST, f"seed {seed}"
+    assert job.result() == plain, f"seed {seed}"
+    assert kept_rows(tmp_path / "store") == rows
+    assert job.rows() == rows + sum(lost), f"seed {seed}: a block that was kept ran again"
+    job.start("pipeline")
+    assert job.end() == 0
+    assert job.result() == plain
+    assert job.rows() == rows + sum(lost)
+
+
+def test_each_kill_costs_the_blocks_in_flight_and_no_others(jobs: Callable[[], Job]) -> None:
+    job = jobs()
+    for number in range(1, 4):
+        child = job.start("one_step")
+        before = number * COUNT // 4
+        until(lambda: job.rows() >= before)  # noqa: B023
+        kill_all(child)
+        job.end()
+    job.start("one_step")
+    assert job.end() == 0
+    assert COUNT <= job.rows() <= COUNT + 3 * 3 * _MOST
+    assert job.result() == wanted("one_step")
+
+
+def test_a_worker_that_is_killed_costs_its_blocks_and_the_step_goes_on(
+    jobs: Callable[[], Job], tmp_path: Path
+) -> None:
+    job = jobs()
+    child = job.start("one_step", 2, stop=[3 * COUNT // 4, str(tmp_path / "go on")])
+    workers = until(lambda: job.rows() >= 3 * COUNT // 4 and children(child))
+    os.kill(workers[0], signal.SIGKILL)
+    (tmp_path / "go on").touch()
+    assert job.end() == 0
+    assert job.result() == wanted("one_step")
+    assert COUNT <= job.rows() <= COUNT + 4 * _MOST
+
+
+def test_two_processes_at_once_run_each_block_once(jobs: Callable[[], Job], tmp_path: Path) -> None:
+    first, second = jobs(), jobs()
+    go = tmp_path / "second has started"
+    first.start("one_step", stop=[COUNT // 2, str(go)])
+    until(lambda: first.rows() >= COUNT // 2)
+    second.start("one_step", started=str(go))
+    assert (first.end(), second.end()) == (0, 0)
+    assert first.result() == second.result() == wanted("one_step")
+    assert first.rows() == COUNT
+
+
+def test_a_process_that_waits_for_one_that_is_killed_goes_on_behind_its_blocks(
+    jobs: Callable[[], Job], tmp_path: Path
+) -> None:
+    first, second = jobs(), jobs()
+    child = first.start("one_step", stop=[COUNT // 2, str(tmp_path / "never")])
+    until(lambda: first.rows() >= COUNT // 2)
+    second.start("one_step", started=str(tmp_path / "started"))
+    until((tmp_path / "started").exists)
+    os.kill(child, signal.SIGKILL)
+    assert first.end() == -signal.SIGKILL
+    assert second.end() == 0
+    assert second.result() == wanted("one_step")
+    assert COUNT <= second.rows() <= COUNT + 3 * _MOST

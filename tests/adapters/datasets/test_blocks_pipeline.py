@@ -1,0 +1,208 @@
+"""Operators of pipelines in small blocks: each gives what one pass over all rows gives, and rows that are
+appended run alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import Pipeline
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from tests.adapters.datasets.small_blocks import small_blocks, told
+
+STATS = "__dj__stats__"
+COUNT, MORE = 1900, 60
+#: Bytes and rows of a block. A pipeline writes 1,000 rows at a time, so its first block has as many.
+BYTES, ROWS = 6400, 100
+
+
+class Ran:
+    """Counts rows that ran in this process; the count does not count in keys."""
+
+    rows = 0
+
+    def __castore_key__(self) -> str:
+        return "Ran"
+
+    def __call__(self, rows: int = 1) -> None:
+        Ran.rows += rows
+
+
+ran = Ran()
+
+
+@pytest.fixture(autouse=True)
+def _blocks() -> Iterator[None]:
+    Ran.rows = 0
+    with small_blocks(BYTES, ROWS):
+        yield
+
+
+def rows(count: int) -> datasets.Dataset:
+    """Texts, some of them equal."""
+    return datasets.Dataset.from_dict(
+        {
+            "text": [f"{n % 1500} " + "word " * (n * 7 % 11) for n in range(count)],
+            "number": list(range(count)),
+            "tags": [None if n % 7 == 0 else [{"b": n, "a": "x"}] * (n % 3) for n in range(count)],
+        }
+    )
+
+
+def lower(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"text": sample["text"].upper(), "size": len(sample["text"])}
+
+
+async def later(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"text": sample["text"] + "."}
+
+
+class Length:
+    """A filter with a statistic."""
+
+    def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        sample[STATS]["length"] = len(sample["text"])
+        return sample
+
+    def process(self, sample: dict[str, Any]) -> bool:
+        ran()
+        return bool(sample[STATS]["length"] > 9)
+
+
+class OtherStats:
+    """A filter whose statistic has another type, and is missing at first."""
+
+    def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        sample[STATS]["share"] = None if sample["number"] < 500 else sample["number"] / 3
+        return sample
+
+    def process(self, sample: dict[str, Any]) -> bool:
+        ran()
+        return bool((sample[STATS]["share"] or 0) < 550)
+
+
+class Batched:
+    """A map of batches, which counts the rows of each."""
+
+    def is_batched_op(self) -> bool:
+        return True
+
+    def process_batched(self, samples: dict[str, list[Any]]) -> dict[str, Any]:
+        ran(len(samples["text"]))
+        return {**samples, "of": [len(samples["text"])] * len(samples["text"])}
+
+
+class BatchedFilter:
+    """A filter of batches with a statistic: it keeps every third row of a batch."""
+
+    def is_batched_op(self) -> bool:
+        return True
+
+    def compute_stats_batched(self, samples: dict[str, list[Any]]) -> dict[str, Any]:
+        ran(len(samples["text"]))
+        for place, stats in enumerate(samples[STATS]):
+            stats["place"] = place
+        return samples
+
+    def process_batched(self, samples: dict[str, list[Any]]) -> Iterator[bool]:
+        ran(len(samples["text"]))
+        return (stats["place"] % 3 == 0 for stats in samples[STATS])
+
+
+class Deduplicator:
+    """Keeps the first of equal texts."""
+
+    def compute_hash(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {**sample, "hash": hashlib.sha256(sample["text"].encode()).hexdigest()}
+
+    def process(self, data: datasets.Dataset) -> datasets.Dataset:
+        seen: dict[str, int] = {}
+        for place, digest in enumerate(data["hash"]):
+            seen.setdefault(digest, place)
+        return data.select(sorted(seen.values()))
+
+
+class Late:
+    """A map whose column has no value in the first thousand rows."""
+
+    def process(self, sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {**sample, "late": None if sample["number"] < 1000 else "text"}
+
+
+class Fails:
+    """A map that fails."""
+
+    def process(self, sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"n": 1 // (sample["number"] - 1777)}
+
+
+OPERATORS: dict[str, Callable[[], list[Any]]] = {
+    "a function": lambda: [lower],
+    "a coroutine function": lambda: [later],
+    "a filter": lambda: [Length()],
+    "two filters": lambda: [Length(), OtherStats()],
+    "batches": lambda: [Batched()],
+    "a filter of batches": lambda: [BatchedFilter()],
+    "after a filter, batches": lambda: [Length(), Batched(), BatchedFilter()],
+    "a deduplicator": lambda: [lower, Deduplicator(), Length()],
+    "a type that comes late": lambda: [Late()],
+    "an error late": lambda: [lower, Fails()],
+    "all": lambda: [lower, Length(), Deduplicator(), Batched(), OtherStats(), later, BatchedFilter()],
+}
+
+
+def outcome(make: Callable[[], Any]) -> Any:
+    """All that is seen of a result; the type of an error."""
+    try:
+        return told(make())
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_proc"), [*((name, None) for name in OPERATORS), ("all", 2), ("an error late", 2)]
+)
+def test_operators_in_blocks_give_what_one_pass_gives(name: str, num_proc: int | None, store: Store) -> None:
+    for count in (COUNT, COUNT + MORE):
+        data = rows(count)
+        plain = outcome(lambda: Pipeline(OPERATORS[name](), store=store, use_cache=False).run(data).dataset)  # noqa: B023
+        made = Pipeline(OPERATORS[name](), store=store, num_proc=num_proc)
+        assert outcome(lambda: made.run(data).dataset) == plain  # noqa: B023
+    assert list(store.entries(BLOCKS_FOLDER))
+    Ran.rows = 0
+    assert outcome(lambda: Pipeline(OPERATORS[name](), store=store).run(data).dataset) == plain
+    assert Ran.rows == 0 or not isinstance(plain, dict)
+
+
+def test_rows_that_are_appended_run_alone_through_all_steps(store: Store) -> None:
+    def run(count: int) -> Any:
+        Ran.rows = 0
+        return Pipeline([lower, Length(), later, OtherStats()], store=store).run(rows(count))
+
+    run(COUNT)
+    result = run(COUNT + MORE)
+    assert 6 * MORE * 0.5 < Ran.rows < 6 * (MORE + 5 * ROWS)
+    assert result.steps[0].rows_in == COUNT + MORE
+
+
+def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
+    operators = [lower, Length(), later, OtherStats()]
+    data = rows(COUNT)
+    Pipeline(operators, store=store).run(data)
+    Ran.rows = 0
+    less = data.select([n for n in range(COUNT) if n != 1400])
+    result = Pipeline(operators, store=store).run(less)
+    assert 0 < Ran.rows < 6 * 8 * ROWS
+    assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)

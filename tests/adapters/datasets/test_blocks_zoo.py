@@ -1,0 +1,821 @@
+"""Operators and inputs of every kind, run in small blocks: each gives what plain `datasets` gives, errors
+included, and runs nothing again but the blocks that rows were added to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pandas as pd
+import PIL.Image
+import pyarrow as pa
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from castore.adapters.datasets.event_loops import loops_closed
+from tests.adapters.datasets.small_blocks import small_blocks, told
+from tests.helpers import flip, payload
+
+#: Rows of the inputs. A block has about 30, and is a whole number of batches of 10 where batches count.
+COUNT = 403
+_WORDS = ["block", "cut", "row", "digest", "key", "step", "a much longer word than any of the others"]
+
+
+class Ran:
+    """Counts rows that ran in this process; the count does not count in keys."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def __castore_key__(self) -> str:
+        return "Ran"
+
+    def __call__(self, rows: int = 1) -> None:
+        self.rows += rows
+
+
+ran = Ran()
+
+
+@pytest.fixture(autouse=True)
+def _blocks() -> Iterator[None]:
+    ran.rows = 0
+    with small_blocks():
+        yield
+
+
+def rows(count: int = COUNT, first: int = 0) -> datasets.Dataset:
+    """Rows of many types; row n is the same whatever the others are."""
+    numbers = range(first, first + count)
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "number": datasets.Value("int64"),
+            "label": datasets.ClassLabel(names=["bad", "good"]),
+            "nested": {"b": datasets.Value("string"), "a": datasets.List({"x": datasets.Value("float32")})},
+            "tags": datasets.List(datasets.Value("string")),
+            "nothing": datasets.Value("null"),
+        }
+    )
+    columns: dict[str, list[Any]] = {
+        "text": [f"{n} " + _WORDS[n * 7 % 11 % 7] * (n % 5) for n in numbers],
+        "number": list(numbers),
+        "label": [n % 2 for n in numbers],
+        "nested": [None if n % 13 == 0 else {"b": str(n), "a": [{"x": n / 2}] * (n % 3)} for n in numbers],
+        "tags": [None if n % 17 == 0 else _WORDS[: n % 4] for n in numbers],
+        "nothing": [None for n in numbers],
+    }
+    return datasets.Dataset.from_dict(columns, features=features, split=datasets.Split.TRAIN)
+
+
+# --- functions --------------------------------------------------------------------------------------------------
+
+
+def size(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"size": len(sample["text"])}
+
+
+def in_place(sample: Any) -> Any:
+    ran()
+    sample["text"] = sample["text"].upper()
+    sample["before"] = sample["number"] - 1
+    return sample
+
+
+def other_types(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"number": str(sample["number"]), "nothing": sample["number"] / 3, "tags": None, "label": 1}
+
+
+def many_types(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    n = sample["number"]
+    return {
+        "z": {"d": {"c": [n, None]}, "a": [[{"k": "v"}], []]},
+        "bytes": bytes([n % 256]),
+        "when": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc) + datetime.timedelta(days=n),
+        "bool": n % 3 == 0,
+        "numpy": np.float32(n),
+        "array": np.arange(n % 4, dtype=np.int16),
+        "matrix": np.full((2, 3), n, dtype=np.uint8),
+        "none": None,
+    }
+
+
+def numbered(sample: dict[str, Any], number: int) -> dict[str, Any]:
+    ran()
+    return {"at": number}
+
+
+def ranked(sample: dict[str, Any], number: int, rank: Any) -> dict[str, Any]:
+    ran()
+    return {"at": number, "rank": rank}
+
+
+def of_columns(number: int, text: str, at: int, add: int = 0) -> dict[str, Any]:
+    ran()
+    return {"sum": number + add + at, "text": text[:3]}
+
+
+def batch(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {
+        "size": [len(text) for text in samples["text"]],
+        "rows": [len(samples["text"])] * len(samples["text"]),
+    }
+
+
+def batch_numbered(samples: dict[str, list[Any]], numbers: list[int]) -> dict[str, Any]:
+    ran(len(numbers))
+    return {"at": numbers, "first": [numbers[0]] * len(numbers)}
+
+
+def group_texts(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    joined = "".join(samples["text"])
+    return {"piece": [joined[at : at + 50] for at in range(0, len(joined) // 50 * 50, 50)]}
+
+
+def growing(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {"copy": [(n, k) for n in samples["number"] for k in range(n % 4)]}
+
+
+def odd_ones(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {"number": [n for n in samples["number"] if n % 2 and n > 99]}
+
+
+def none_at_all(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {"number": [n for n in samples["number"] if n < 0]}
+
+
+def in_the_end(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {"late": [str(n) for n in samples["number"] if n >= 350]}
+
+
+def table(samples: pa.Table) -> pa.Table:
+    ran(len(samples))
+    return pa.table({"twice": pa.compute.multiply(samples["number"], 2), "text": samples["text"]})
+
+
+def table_of_some(samples: pa.Table) -> pa.Table:
+    ran(len(samples))
+    return samples.filter(pa.compute.greater(samples["number"], 150))
+
+
+def row_of_table(sample: pa.Table) -> pa.Table:
+    ran()
+    return sample.select(["number"])
+
+
+def frame(samples: pd.DataFrame) -> pd.DataFrame:
+    ran(len(samples))
+    return pd.DataFrame({"half": samples["number"] / 2, "text": samples["text"]})
+
+
+def frame_of_some(samples: pd.DataFrame) -> pd.DataFrame:
+    ran(len(samples))
+    return samples[["number"]][samples["number"] > 150].reset_index(drop=True)
+
+
+def of_arrays(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"kind": type(sample["number"]).__name__, "twice": sample["number"] * 2}
+
+
+def changes_nothing(sample: dict[str, Any]) -> None:
+    ran()
+
+
+async def later(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"size": len(sample["text"])}
+
+
+async def later_batch(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {"size": [len(text) for text in samples["text"]]}
+
+
+async def later_numbered(sample: dict[str, Any], number: int) -> dict[str, Any]:
+    ran()
+    return {"at": number}
+
+
+def fails_late(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    if sample["number"] == 333:
+        raise ZeroDivisionError("row 333")
+    return {"n": 1}
+
+
+def fails_at_once(sample: dict[str, Any]) -> dict[str, Any]:
+    raise LookupError("the first row")
+
+
+def no_dict(sample: dict[str, Any]) -> Any:
+    return 3
+
+
+def null_then_texts(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": None if sample["number"] < 200 else "text"}
+
+
+def texts_then_none(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": "text" if sample["number"] < 40 else None}
+
+
+def integers_then_floats(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": 1 if sample["number"] < 200 else 1.5}
+
+
+def integers_then_whole_floats(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": 1 if sample["number"] < 200 else 2.0}
+
+
+def floats_then_integers(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": 1.5 if sample["number"] < 200 else 1}
+
+
+def numbers_of_two_widths(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": np.int8(1) if sample["number"] < 200 else np.int64(7)}
+
+
+def numbers_too_wide(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": np.int8(1) if sample["number"] < 200 else np.int64(700)}
+
+
+def mixed_at_once(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": "a" if sample["number"] % 2 else {"b": sample["number"]}}
+
+
+def mixed_late(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    n = sample["number"]
+    return {"x": n if n < 200 or n % 2 else "text"}
+
+
+def lists_empty_first(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": [] if sample["number"] < 200 else ["a"]}
+
+
+def lists_empty_last(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": [] if sample["number"] > 200 else ["a"]}
+
+
+def fields_that_come(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": {"a": 1} if sample["number"] < 200 else {"a": 1, "b": 2}}
+
+
+def fields_that_go(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": {"b": 1, "a": 1} if sample["number"] < 200 else {"a": 1}}
+
+
+def fields_in_turn(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    n = sample["number"]
+    return {"x": {"b": 1, "a": 1} if n < 5 else {"ab"[n % 2]: 1}}
+
+
+def columns_that_come(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": 1} if sample["number"] < 200 else {"x": 1, "y": 2}
+
+
+def columns_that_go(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": 1, "y": 1} if sample["number"] < 205 else {"x": 1}
+
+
+def columns_in_another_order(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    n = sample["number"]
+    return {"y": n, "x": str(n)} if n < 200 else {"x": str(n), "y": n}
+
+
+def batch_with_types_that_come(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["text"]))
+    return {"x": [None if n < 200 else "text" for n in samples["number"]]}
+
+
+def an_image(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    n = sample["number"]
+    return {"image": None if n % 11 == 1 else PIL.Image.new("RGB", (2 + n % 3, 2), (n % 256, 0, 0))}
+
+
+def label_as_text(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"label": ["bad", "good"][sample["number"] % 2]}
+
+
+def is_even(sample: dict[str, Any]) -> bool:
+    ran()
+    return bool(sample["number"] % 2 == 0)
+
+
+def is_late(sample: dict[str, Any]) -> Any:
+    ran()
+    return np.bool_(sample["number"] >= 350)
+
+
+def never(sample: dict[str, Any]) -> bool:
+    ran()
+    return False
+
+
+def always(sample: dict[str, Any]) -> bool:
+    ran()
+    return True
+
+
+def third_of_batch(samples: dict[str, list[Any]]) -> list[bool]:
+    ran(len(samples["text"]))
+    return [place % 3 == 0 for place in range(len(samples["text"]))]
+
+
+def at_third(sample: dict[str, Any], number: int) -> bool:
+    ran()
+    return number % 3 == 0
+
+
+def numbers_of_batch(numbers: list[int], places: list[int], rank: Any) -> list[bool]:
+    ran(len(places))
+    return [
+        number == place and place % 7 == 0 and rank is None
+        for number, place in zip(numbers, places, strict=True)
+    ]
+
+
+async def is_even_later(sample: dict[str, Any]) -> bool:
+    ran()
+    return bool(sample["number"] % 2 == 0)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A step.
+
+    Attributes:
+        function: the operator.
+        options: the arguments of `map`, or `filter`.
+        prepare: makes the input of rows.
+        is_filter: whether it is a filter.
+        reuses: whether a step over more rows runs fewer than all of them.
+    """
+
+    function: Callable[..., Any]
+    options: dict[str, Any] = {}  # noqa: RUF012
+    prepare: Callable[[datasets.Dataset], datasets.Dataset] = lambda data: data
+    is_filter: bool = False
+    reuses: bool = True
+
+    def plain(self, data: datasets.Dataset, **more: Any) -> Any:
+        """What `datasets` gives."""
+        with loops_closed(self.function) as function:
+            return getattr(data, "filter" if self.is_filter else "map")(function, **self.options, **more)
+
+    def cached(self, data: datasets.Dataset, store: Store, **more: Any) -> Any:
+        """What castore gives."""
+        step = cached_filter if self.is_filter else cached_map
+        return step(data, self.function, store=store, **self.options, **more)
+
+
+SMALL: dict[str, Any] = {"writer_batch_size": 20}
+BATCHED: dict[str, Any] = {"batched": True, "batch_size": 10, "writer_batch_size": 20}
+ALL_COLUMNS = ["text", "number", "label", "nested", "tags", "nothing"]
+_GIVEN = datasets.Features(
+    {
+        "number": datasets.Value("int16"),
+        "size": datasets.Value("float64"),
+        "text": datasets.Value("large_string"),
+    }
+)
+
+MAPS: dict[str, Case] = {
+    "one new column": Case(size, SMALL),
+    "in place": Case(in_place, SMALL),
+    "other types": Case(other_types, SMALL),
+    "many types": Case(many_types, SMALL),
+    "removed columns": Case(in_place, {**SMALL, "remove_columns": ["nested", "text"]}),
+    "all columns removed": Case(size, {**SMALL, "remove_columns": ALL_COLUMNS}),
+    "all columns removed in place": Case(in_place, {**SMALL, "remove_columns": ["number", "text"]}),
+    "given features": Case(
+        size, {**SMALL, "remove_columns": ["label", "nested", "tags", "nothing"], "features": _GIVEN}
+    ),
+    "no nulls": Case(
+        size, {**SMALL, "disable_nullable": True, "remove_columns": ["nested", "tags", "nothing"]}
+    ),
+    "original types not tried": Case(other_types, {**SMALL, "try_original_type": False}),
+    "numbered": Case(numbered, {**SMALL, "with_indices": True}),
+    "ranked": Case(ranked, {**SMALL, "with_indices": True, "with_rank": True}),
+    "of columns": Case(
+        of_columns,
+        {**SMALL, "with_indices": True, "input_columns": ["number", "text"], "fn_kwargs": {"add": 7}},
+    ),
+    "batched": Case(batch, BATCHED),
+    "batched, numbered": Case(batch_numbered, {**BATCHED, "with_indices": True}),
+    "batched, the last dropped": Case(batch, {**BATCHED, "drop_last_batch": True}),
+    "batches of all rows": Case(batch, {**BATCHED, "batch_size": -1}, reuses=False),
+    "batches larger than blocks": Case(batch, {**BATCHED, "batch_size": 150}),
+    "batches of one": Case(batch, {**BATCHED, "batch_size": 1}),
+    "texts in groups": Case(group_texts, {**BATCHED, "remove_columns": ALL_COLUMNS}),
+    "growing": Case(growing, {**BATCHED, "remove_columns": ALL_COLUMNS}),
+    "shrinking, the first batches empty": Case(odd_ones, {**BATCHED, "remove_columns": ALL_COLUMNS}),
+    "nothing is left": Case(none_at_all, {**BATCHED, "remove_columns": ALL_COLUMNS}),
+    "empty but for the end": Case(in_the_end, {**BATCHED, "remove_columns": ALL_COLUMNS}),
+    "too few rows in a batch": Case(odd_ones, BATCHED),
+    "tables": Case(table, BATCHED, lambda data: data.with_format("arrow")),
+    "tables of some": Case(table_of_some, BATCHED, lambda data: data.with_format("arrow")),
+    "a table a row": Case(row_of_table, SMALL, lambda data: data.with_format("arrow")),
+    "frames": Case(frame, BATCHED, lambda data: data.with_format("pandas")),
+    "frames of some": Case(frame_of_some, BATCHED, lambda data: data.with_format("pandas")),
+    "arrays": Case(of_arrays, SMALL, lambda data: data.with_format("numpy")),
+    "some columns as arrays": Case(
+        of_arrays, SMALL, lambda data: data.with_format("numpy", columns=["number"])
+    ),
+    "some columns as arrays beside others": Case(
+        size, SMALL, lambda data: data.with_format("numpy", columns=["number"], output_all_columns=True)
+    ),
+    "some columns": Case(of_arrays, SMALL, lambda data: data.with_format(None, columns=["number", "tags"])),
+    "no change": Case(changes_nothing, SMALL),
+    "coroutines": Case(later, SMALL),
+    "coroutines, batched": Case(later_batch, BATCHED),
+    "coroutines, numbered": Case(later_numbered, {**SMALL, "with_indices": True}, reuses=False),
+    "images": Case(an_image, SMALL),
+    "labels as text": Case(label_as_text, SMALL),
+    "null, then texts": Case(null_then_texts, SMALL),
+    "texts, then None": Case(texts_then_none, SMALL),
+    "integers, then floats": Case(integers_then_floats, SMALL),
+    "integers, then whole floats": Case(integers_then_whole_floats, SMALL),
+    "floats, then integers": Case(floats_then_integers, SMALL),
+    "numbers of two widths": Case(numbers_of_two_widths, SMALL),
+    "numbers too wide": Case(numbers_too_wide, SMALL),
+    "mixed at once": Case(mixed_at_once, SMALL),
+    "mixed late": Case(mixed_late, SMALL),
+    "lists empty first": Case(lists_empty_first, SMALL),
+    "lists empty last": Case(lists_empty_last, SMALL),
+    "fields that come": Case(fields_that_come, SMALL),
+    "fields that go": Case(fields_that_go, SMALL),
+    "fields in turn": Case(fields_in_turn, SMALL),
+    "columns that come": Case(columns_that_come, SMALL),
+    "columns that go": Case(columns_that_go, SMALL),
+    "columns in another order": Case(columns_in_another_order, SMALL),
+    "batches whose types come": Case(batch_with_types_that_come, BATCHED),
+    "an error late": Case(fails_late, SMALL),
+    "an error at once": Case(fails_at_once, SMALL),
+    "no dictionary": Case(no_dict, SMALL),
+}
+FILTERS: dict[str, Case] = {
+    "rows": Case(is_even, SMALL, is_filter=True),
+    "the last rows": Case(is_late, SMALL, is_filter=True),
+    "no rows": Case(never, SMALL, is_filter=True),
+    "all rows": Case(always, SMALL, is_filter=True),
+    "by place in a batch": Case(third_of_batch, BATCHED, is_filter=True),
+    "numbered": Case(at_third, {**SMALL, "with_indices": True}, is_filter=True),
+    "batched columns, numbered and ranked": Case(
+        numbers_of_batch,
+        {**BATCHED, "input_columns": "number", "with_indices": True, "with_rank": True},
+        is_filter=True,
+    ),
+    "coroutines": Case(is_even_later, SMALL, is_filter=True),
+    "arrays": Case(
+        is_even, SMALL, lambda data: data.with_format("numpy", columns=["number"]), is_filter=True
+    ),
+    "an error late": Case(fails_late, SMALL, is_filter=True),
+}
+CASES = {f"map: {name}": case for name, case in MAPS.items()} | {
+    f"filter: {name}": case for name, case in FILTERS.items()
+}
+
+
+def outcome(make: Callable[[], Any]) -> Any:
+    """All that is seen of a result; the type of an error."""
+    try:
+        return told(make())
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_gives_what_datasets_gives_also_over_more_rows_and_runs_few_again(
+    name: str, store: Store
+) -> None:
+    case = CASES[name]
+    for count in (COUNT, COUNT + 40):
+        data = case.prepare(rows(count))
+        plain = outcome(lambda: case.plain(data))  # noqa: B023
+        before, ran.rows = len(list(store.entries(BLOCKS_FOLDER))), 0
+        assert outcome(lambda: case.cached(data, store)) == plain  # noqa: B023
+        wait()
+        if isinstance(plain, dict) and case.reuses:
+            assert len(list(store.entries(BLOCKS_FOLDER))) > before, "not run in blocks"
+    if not isinstance(plain, dict):
+        return
+    assert not case.reuses or ran.rows <= (250 if "larger" in name else 140)
+    ran.rows = 0
+    assert outcome(lambda: case.cached(data, store)) == plain
+    assert ran.rows == 0
+
+
+@pytest.mark.parametrize("name", sorted(CASES)[::6])
+def test_steps_that_share_blocks_among_processes_give_the_same(name: str, store: Store) -> None:
+    case = CASES[name]
+    data = case.prepare(rows())
+    plain = outcome(lambda: case.plain(data))
+    if "rank" not in name and "last dropped" not in name:
+        assert outcome(lambda: case.cached(data, store, num_proc=2)) == plain
+
+
+def test_blocks_of_one_format_are_none_of_another(store: Store) -> None:
+    for data in (rows(), rows().with_format("numpy"), rows().with_format("pandas")):
+        case = Case(type_of_number, SMALL)
+        assert told(case.cached(data, store)) == told(case.plain(data))
+
+
+def type_of_number(sample: Any) -> dict[str, Any]:
+    return {"kind": type(sample["number"]).__name__}
+
+
+def bools_below_0(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    return {"x": [True if n < 0 else n for n in samples["number"]]}
+
+
+def test_blocks_whose_result_has_one_type_are_none_of_a_result_of_another(store: Store) -> None:
+    case = Case(bools_below_0, BATCHED)
+    for first in (-20, 0):
+        data = large_rows(100, first)
+        assert told(case.cached(data, store)) == told(case.plain(data))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_that_is_damaged_runs_again_and_no_other(seed: int, store: Store) -> None:
+    case = Case(size, SMALL)
+    plain = told(case.plain(rows()))
+    assert told(case.cached(rows(), store)) == plain
+    block = random.Random(seed).choice(list(store.entries(BLOCKS_FOLDER)))
+    path, offset, length = payload(store, block.name)
+    flip(path, offset + length // 2)
+    ran.rows = 0
+    with pytest.warns(CacheWarning, match="damaged and runs again"):
+        result = case.cached(rows(), store)
+    assert told(result) == plain
+    assert ran.rows == block.metadata["rows_in"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_damaged_block_of_an_earlier_step_runs_again_and_the_next_step_goes_on(
+    seed: int, store: Store
+) -> None:
+    steps = [Case(size, SMALL), Case(is_even, SMALL, is_filter=True)]
+    first = steps[0].cached(rows(), store)
+    block = random.Random(seed).choice(list(store.entries(BLOCKS_FOLDER)))
+    path, offset, length = payload(store, block.name)
+    flip(path, offset + length // 2)
+    with pytest.warns(CacheWarning, match="damaged and runs again"):
+        first = steps[0].cached(rows(), store)
+    assert told(steps[1].cached(first, store)) == told(steps[1].plain(steps[0].plain(rows())))
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------
+
+INPUTS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: rows().shuffle(seed=5),
+    "selected": lambda: rows(2 * COUNT).select(range(1, 2 * COUNT, 2)),
+    "a part in the middle": lambda: rows(2 * COUNT).select(range(201, 201 + COUNT)),
+    "concatenated": lambda: datasets.concatenate_datasets([rows(150), rows(3), rows(250, first=100)]),
+    "the same twice": lambda: datasets.concatenate_datasets([rows(200), rows(200)]),
+    "joined side by side": lambda: datasets.concatenate_datasets(
+        [rows(), datasets.Dataset.from_dict({"more": list(range(COUNT))})], axis=1
+    ),
+    "chosen, concatenated": lambda: datasets.concatenate_datasets(
+        [rows().select(range(9, 300, 2)), rows(100)]
+    ),
+    "sorted": lambda: rows().sort("number", reverse=True),
+    "a shard": lambda: rows(3 * COUNT).shard(3, 1),
+    "one column": lambda: rows().select_columns(["number"]),
+    "renamed": lambda: rows().rename_column("text", "t").rename_column("t", "text"),
+    "cast": lambda: rows().cast_column("number", datasets.Value("int32")),
+    "splits": lambda: datasets.DatasetDict({"train": rows(), "test": rows(90), "none": rows(0)}),
+    "formatted": lambda: rows().with_format("numpy"),
+    "described": lambda: _with_description(rows()),
+    "matrices": lambda: _with_matrices(rows()),
+    "large texts": lambda: rows().cast_column("text", datasets.Value("large_string")),
+    "flattened": lambda: rows().select_columns(["number", "nested"]).flatten(),
+    "equal rows": lambda: datasets.Dataset.from_dict({"number": [7] * COUNT, "text": ["same"] * COUNT}),
+    "images of bytes": lambda: rows().map(an_image),
+    "one large row among many": lambda: datasets.Dataset.from_dict(
+        {"number": list(range(100)), "text": ["x" * (20_000 if n == 50 else 10) for n in range(100)]}
+    ),
+}
+
+
+def _with_description(data: datasets.Dataset) -> datasets.Dataset:
+    data.info.description = "what they are"
+    data.info.version = "1.2.3"
+    return data
+
+
+def _with_matrices(data: datasets.Dataset) -> datasets.Dataset:
+    features = datasets.Features(
+        {
+            "m": datasets.Array2D((2, 3), "float32"),
+            "n": datasets.List(datasets.Array2D((1, 2), "int8")),
+            "f": datasets.List(datasets.Value("int16"), length=3),
+            "number": datasets.Value("int64"),
+        }
+    )
+    numbers = data["number"][:]
+    return datasets.Dataset.from_dict(
+        {
+            "m": [np.full((2, 3), n) for n in numbers],
+            "n": [[[[n % 9, 1]]] * (n % 3) for n in numbers],
+            "f": [[n, n, n] for n in numbers],
+            "number": numbers,
+        },
+        features=features,
+    )
+
+
+def number_twice(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"twice": 2 * sample["number"]}
+
+
+def number_by_batch(samples: dict[str, list[Any]], places: list[int]) -> dict[str, Any]:
+    ran(len(places))
+    return {"of": [len(places)] * len(places), "at": places}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_of_every_kind_give_what_datasets_gives(name: str, store: Store) -> None:
+    data = INPUTS[name]()
+    steps = [
+        Case(number_twice, SMALL),
+        Case(number_by_batch, {**BATCHED, "with_indices": True}),
+        Case(is_even, SMALL, is_filter=True),
+    ]
+    for case in steps:
+        plain = told(case.plain(data))
+        for _ in range(2):
+            assert told(case.cached(data, store)) == plain
+            wait()
+
+
+@pytest.mark.parametrize("name", ["shuffled", "the same twice", "matrices", "described", "formatted"])
+def test_chains_give_what_datasets_gives_and_run_once(name: str, store: Store) -> None:
+    """The blocks of one step's result are those of the next step: they are files of the store."""
+    steps = [
+        Case(number_twice, SMALL),
+        Case(is_even, SMALL, is_filter=True),
+        Case(number_by_batch, {**BATCHED, "with_indices": True}),
+        Case(third_of_number, {**BATCHED, "remove_columns": "at"}),
+        Case(in_third, SMALL, is_filter=True),
+        Case(number_twice, {**SMALL, "remove_columns": "of"}),
+    ]
+    plain = INPUTS[name]()
+    for step in steps:
+        plain = step.plain(plain)
+    for again in range(2):
+        result, ran.rows = INPUTS[name](), 0
+        for step in steps:
+            result = step.cached(result, store)
+        assert told(result) == told(plain)
+        assert (ran.rows == 0) == bool(again)
+        wait()
+
+
+def third_of_number(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["at"]))
+    return {"third": [n // 3 for n in samples["number"]]}
+
+
+def in_third(sample: dict[str, Any]) -> bool:
+    ran()
+    return bool(sample["third"] % 5)
+
+
+def test_blocks_before_a_row_that_fails_are_kept(store: Store) -> None:
+    data = rows()
+    with pytest.raises(ZeroDivisionError):
+        cached_map(data, fails_late, store=store, **SMALL)
+    assert ran.rows == 334
+    for _ in range(2):
+        ran.rows = 0
+        with pytest.raises(ZeroDivisionError):
+            cached_map(data, fails_late, store=store, **SMALL)
+        assert 0 < ran.rows <= 130
+
+
+def large_rows(count: int, first: int = 0) -> datasets.Dataset:
+    """Rows of which ten are a block."""
+    numbers = list(range(first, first + count))
+    return datasets.Dataset.from_dict({"number": numbers, "text": [f"{n:04} " * 60 for n in numbers]})
+
+
+@pytest.mark.parametrize("count", [3, 10, 55, 60, 61])
+def test_a_last_batch_that_is_dropped_is_dropped_also_where_it_is_a_block_of_its_own(
+    count: int, store: Store
+) -> None:
+    case = Case(batch, {**BATCHED, "drop_last_batch": True})
+    data = large_rows(count)
+    assert told(case.cached(data, store)) == told(case.plain(data))
+    assert told(case.cached(data, store)) == told(case.plain(data))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
+def test_a_step_that_does_not_fit_into_the_store_runs_once_all_the_same(part: float, tmp_path: Path) -> None:
+    chance = random.Random(part)
+    texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(2000)]
+    data = datasets.Dataset.from_dict({"number": list(range(2000)), "text": texts})
+    case = Case(size, SMALL)
+    with small_blocks(8192, 128):
+        with Store(tmp_path / "large", memory=0) as store:
+            plain = told(case.cached(data, store))
+            stored = sum(entry.stored for entry in store.entries(BLOCKS_FOLDER))
+        with Store(tmp_path / "small", memory=0, max_size=int(part * stored)) as store:
+            ran.rows = 0
+            assert told(case.cached(data, store)) == plain
+            with pytest.warns(CacheWarning, match="was not stored"):
+                wait()
+    assert ran.rows < 1.2 * len(data)
+
+
+def some_none(sample: dict[str, Any]) -> Any:
+    ran()
+    return None if sample["number"] % 10 in (3, 4, 5) else {"n": sample["number"]}
+
+
+def none_at_first(sample: dict[str, Any]) -> Any:
+    ran()
+    return None if sample["number"] < 35 else {"n": sample["number"]}
+
+
+def none_at_last(sample: dict[str, Any]) -> Any:
+    ran()
+    return None if sample["number"] >= 35 else {"n": sample["number"]}
+
+
+def none_for_a_while(sample: dict[str, Any]) -> Any:
+    ran()
+    return None if 15 <= sample["number"] < 45 else {"n": sample["number"]}
+
+
+@pytest.mark.parametrize("function", [some_none, none_at_first, none_at_last, none_for_a_while])
+@pytest.mark.parametrize("count", [60, 65])
+def test_a_function_that_returns_none_for_some_rows_gives_what_datasets_gives(
+    function: Any, count: int, store: Store
+) -> None:
+    data = large_rows(count)
+    plain = outcome(lambda: data.map(function, **SMALL))
+    for _ in range(2):
+        assert outcome(lambda: cached_map(data, function, store=store, **SMALL)) == plain
+        wait()
+
+
+def test_blocks_of_coroutines_leave_no_sockets_open(store: Store) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = _sockets()
+        cached_map(rows(), later, store=store, **SMALL)
+        assert _sockets() == before
+    finally:
+        gc.enable()
+
+
+def _sockets() -> int:
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += os.readlink(link).startswith("socket:")
+    return found
