@@ -97,7 +97,7 @@ _EDITS = {"append": "1 % of the rows appended", "delete": "a row in the middle d
 
 
 def _edited(work: Path, saved: Path, edit: str, name: str) -> Stage:
-    """A run over an edited input, by plain `datasets` and by castore, whose cache has the steps of the input."""
+    """A run over an edited input, by plain `datasets`, and by castore, which knows the input before the edit."""
     rows = datasets.load_from_disk(saved)
     if edit == "append":
         more = [
@@ -111,7 +111,7 @@ def _edited(work: Path, saved: Path, edit: str, name: str) -> Stage:
     third = recipe.THIRD[_RECIPE][0]
     ran = Process("cache", _RECIPE, third, work / edit, work / "cache").end()
     plain = Process("datasets", _RECIPE, third, work / edit, work / "unused").end()
-    note = f"{len(rows) - ran.reused[0]:,} of {len(rows):,} rows ran; plain `datasets` {plain.seconds:.2f} s"
+    note = f"{len(rows) - ran.reused[0]:,} of {len(rows):,} rows ran; plain {plain.seconds:.2f} s"
     return Stage(f"cache: {name}", ran, plain, note, [False] * STEPS)
 
 
