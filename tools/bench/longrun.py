@@ -97,12 +97,12 @@ _EDITS = {"append": "1 % of the rows appended", "delete": "a row in the middle d
 
 
 def _edited(work: Path, saved: Path, edit: str, name: str) -> Stage:
-    """A run over an edited input, by plain `datasets`, and by castore, which knows the input before the edit."""
+    """A run over an edited input, by plain `datasets` and by castore, which knows the input as it was."""
     rows = datasets.load_from_disk(saved)
     if edit == "append":
         more = [
             {**row, "text": f"{row['text']}\n{number}"}
-            for number, row in enumerate(rows.take(len(rows) // 100))
+            for number, row in enumerate(rows.take(max(1, len(rows) // 100)))
         ]
         rows = datasets.concatenate_datasets([rows, datasets.Dataset.from_list(more, features=rows.features)])
     else:
