@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import resource
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -30,8 +31,8 @@ from castore.store import Store
 
 #: Data files up to this size are read into memory: mapping them would cost a file each.
 SMALL_BYTES = 1024 * 1024
-# A process may have 1,024 files open, and a chain holds one dataset for each step.
-_MAX_OPEN = 64
+# Files that a process can still open beside those of lazy tables.
+_SPARE_FILES = 256
 
 
 def damage_error(name: str) -> CorruptError:
@@ -90,9 +91,25 @@ def open_lazy_table(
     blobs = [blob for _, blob in files]
     if all(blob.size <= SMALL_BYTES or (blob.codec == "none" and blob.pack == LOOSE) for blob in blobs):
         return None
-    if any(not blob.is_here for blob in blobs) or sum(blob.pack == LOOSE for blob in blobs) > _MAX_OPEN:
+    if not all(blob.is_here for blob in blobs) or not _may_open(sum(blob.pack == LOOSE for blob in blobs)):
         return None
     return LazyTable(schema, rows, _StoredRows(store, files))
+
+
+def _may_open(files: int) -> bool:
+    """Whether this process may hold so many more files open.
+
+    Raises the soft limit of open files, 1,024 by default, where the hard one allows that: a chain of steps
+    holds a file for each block of each step.
+    """
+    wanted = len(os.listdir("/proc/self/fd")) + files + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return True
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return True
 
 
 class _StoredRows:

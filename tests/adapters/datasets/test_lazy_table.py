@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,3 +375,35 @@ def test_columns_of_extension_types_in_lists_are_lazy_too(cache: DatasetCache) -
     assert lazy[1] == plain[1]
     cache.put("none", plain.select([]))
     assert cache.get("none").features == features
+
+
+_FEW_FILES = """
+import json, os, resource, sys
+import datasets
+from castore import Store
+from castore.adapters.datasets import cached_map
+soft, hard = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+texts = datasets.Dataset.from_dict({"text": [f"{n} " + "word " * 200 for n in range(20_000)]})
+store = Store(sys.argv[1])
+result = cached_map(texts, lambda row: {"size": len(row["text"])}, store=store)
+right = [row["size"] for row in result] == [len(text) for text in texts["text"][:]]
+blocks = len(list(store.entries(".datasets/blocks")))
+print(json.dumps([type(result._data).__name__, right, blocks, *resource.getrlimit(resource.RLIMIT_NOFILE)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "is_lazy"), [(100, 1000, True), (100, 101, False)], ids=["raised", "cannot be raised"]
+)
+def test_a_step_of_more_blocks_than_files_may_be_open_is_read_all_the_same(
+    tmp_path: Path, soft: int, hard: int, is_lazy: bool
+) -> None:
+    command = [sys.executable, "-c", _FEW_FILES, str(tmp_path / "store"), str(soft), str(hard)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    kind, right, blocks, limit, _ = json.loads(done.stdout)
+    assert right
+    assert blocks > 1
+    assert (kind == "LazyTable") == is_lazy
+    assert (limit > soft) == is_lazy
