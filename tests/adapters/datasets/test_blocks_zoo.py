@@ -631,6 +631,12 @@ def test_a_damaged_block_of_an_earlier_step_runs_again_and_the_next_step_goes_on
     assert told(steps[1].cached(first, store)) == told(steps[1].plain(steps[0].plain(rows())))
 
 
+def test_ranks_and_last_batches_of_processes_are_those_of_datasets(store: Store) -> None:
+    for case in (MAPS["ranked"], Case(batch, {**BATCHED, "drop_last_batch": True})):
+        plain, result = case.plain(rows(), num_proc=2), case.cached(rows(), store, num_proc=2)
+        assert result.to_list() == plain.to_list()
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------
 
 INPUTS: dict[str, Callable[[], Any]] = {
@@ -840,8 +846,11 @@ def test_a_last_batch_that_is_dropped_is_dropped_also_where_it_is_a_block_of_its
 ) -> None:
     case = Case(batch, {**BATCHED, "drop_last_batch": True})
     data = large_rows(count)
-    assert told(case.cached(data, store)) == told(case.plain(data))
-    assert told(case.cached(data, store)) == told(case.plain(data))
+    plain = told(case.plain(data))
+    ran.rows = 0
+    assert told(case.cached(data, store)) == plain
+    assert ran.rows == count // 10 * 10
+    assert told(case.cached(data, store)) == plain
 
 
 @pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
