@@ -42,6 +42,8 @@ class RemoteUse(NamedTuple):
         deletes: requests to delete up to a thousand objects.
         received, sent: bytes.
         errors: requests that failed in the end, after all retries.
+        retries: further tries of requests that the storage did not answer, or refused for a while. Those of
+            parts of an upload are not counted.
         seconds: that all requests took, added up.
     """
 
@@ -52,6 +54,7 @@ class RemoteUse(NamedTuple):
     received: int
     sent: int
     errors: int
+    retries: int
     seconds: float
 
     @property

@@ -726,7 +726,11 @@ class Store:
     # Names
 
     def __contains__(self, name: str) -> bool:
-        """Whether `get` finds bytes under ``name``, as far as the index knows. Does not count as a use."""
+        """Whether `get` finds bytes under ``name``, as far as the index knows. Does not count as a use.
+
+        No remote is asked: bytes that are only in a remote count as there, and if the remote has lost them, a
+        read is a miss all the same.
+        """
         try:
             return self._blob(name).pack != LOST
         except NotFoundError:

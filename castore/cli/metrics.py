@@ -57,4 +57,5 @@ def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
     sizes = {',direction="in"': remotes.received, ',direction="out"': remotes.sent}
     yield "remote_bytes_total", "counter", "Bytes from and to remotes.", sizes
     yield "remote_errors_total", "counter", "Requests to remotes that failed.", {"": remotes.errors}
+    yield "remote_retries_total", "counter", "Further tries of requests to remotes.", {"": remotes.retries}
     yield "remote_request_seconds_total", "counter", "Time of all requests added up.", {"": remotes.seconds}

@@ -255,7 +255,7 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
     table.add_column("cache")
-    for name in ("rows in", "rows out", "seconds", "logical", "stored"):
+    for name in ("rows in", "reused", "rows out", "seconds", "logical", "stored"):
         table.add_column(name, justify="right", no_wrap=True)
     found = "checkpoint" if recipe.use_checkpoint else "hit"
     missed = "miss" if recipe.use_cache and not recipe.use_checkpoint else "run"
@@ -264,6 +264,7 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
             step.name,
             found if step.hit else missed,
             _rows(step.rows_in),
+            _rows(step.rows_reused),
             _rows(step.rows_out),
             f"{step.seconds:.2f}",
             format_size(step.logical) if step.logical else "-",

@@ -17,6 +17,8 @@ from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore import RemoteProblem, Store
+    from castore.remote.outcomes import Checked
+    from castore.remote.remote import Remote
 
 remote = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -145,10 +147,11 @@ def check(
     castore remote check team --deep --repair
     """
     with open_store(context) as store:
-        found = store.remote(name).check(deep=deep)
+        found = _check(store.remote(name), deep)
         if repair and found.problems:
-            store.remote(name).repair(found)
-            found = store.remote(name).check(deep=deep)
+            with growing_progress("uploading") as progress:
+                store.remote(name).repair(found, progress=progress)
+            found = _check(store.remote(name), deep)
     if as_json:
         print_json(found._asdict() | {"problems": [problem._asdict() for problem in found.problems]})
     else:
@@ -161,6 +164,11 @@ def check(
         )
     if found.problems:
         raise typer.Exit(FAILED)
+
+
+def _check(remote: Remote, deep: bool) -> Checked:
+    with growing_progress("reading" if deep else "checking") as progress:
+        return remote.check(deep=deep, progress=progress)
 
 
 @remote.command("gc")

@@ -98,6 +98,8 @@ def _remotes(use: RemoteUse) -> Text:
         f"{use.requests:,}", " requests, ", format_size(use.received), " in, ", format_size(use.sent), " out"
     )
     text.append(f", {mean:.0f} ms each", "dim")
+    if use.retries:
+        text.append(f", {use.retries:,} tried again", "yellow")
     return text.append(f", {use.errors:,} failed", "red") if use.errors else text
 
 

@@ -63,9 +63,13 @@ def _print(report: Report, repair: bool, read_only: bool) -> None:
     for finding in report.bad:
         names = ", ".join(abbreviate(finding.names)) or "no name points to it"
         typer.echo(f"  {finding.digest[:16]}  {names}\n    {finding.where}: {finding.why}")
+    lost = sum(finding.lost for finding in report.bad)
+    if not lost:
+        return
     if repair:
         typer.echo(f"{plural(len(report.dropped), 'entry', 'entries')} dropped; add or compute them again")
     elif not read_only:
         typer.echo(
-            "they are misses now; putting the same bytes again heals them, --repair drops their entries"
+            f"{lost:,} of them {'is a miss' if lost == 1 else 'are misses'} now; putting the same bytes again"
+            " heals that, --repair drops the entries"
         )

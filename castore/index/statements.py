@@ -14,6 +14,7 @@ ADD_BLOB = (
     " ON CONFLICT (digest) DO NOTHING"
 )
 ADD_BLOBS = "INSERT INTO blobs (digest, size, stored, codec, pack, offset, refs) VALUES (?, ?, ?, ?, ?, ?, 1)"
+BRING_BLOB = "UPDATE blobs SET size = ?2, stored = ?3, codec = ?4, pack = ?5, offset = ?6 WHERE digest = ?1"
 # Both tables: INSERT first, SELECT only if that fails. Most puts bring a new name and a new blob, and a
 # SELECT costs as much as the INSERT.
 ADD_ENTRY = (

@@ -34,6 +34,7 @@ from castore.index.statements import (
     BETWEEN,
     BLOB_COLUMNS,
     BLOB_OF,
+    BRING_BLOB,
     COUNT_REF,
     LOSE,
     TOUCH_OLDER,
@@ -445,6 +446,18 @@ class Write:
             if checksums is not None:
                 self._keep_checksums(blob.digest, checksums)
         return moved == 1
+
+    def bring_blobs(self, blobs: Sequence[Blob], known: Mapping[bytes, Blob]) -> None:
+        """`move_blob` for many blobs that are away, and whose bytes lie in registered packs now.
+
+        Args:
+            blobs: as they are now.
+            known: their rows as they were.
+        """
+        self.db.executemany(BRING_BLOB, sorted(blobs))
+        self._unique += sum(blob.size - _number(known[blob.digest].size) for blob in blobs)
+        self._stored += sum(blob.stored - _number(known[blob.digest].stored) for blob in blobs)
+        self._packed += sum(blob.stored + HEAD_SIZE for blob in blobs)
 
     def _keep_checksums(self, digest: bytes, checksums: bytes) -> None:
         self.db.execute("INSERT OR REPLACE INTO checksums VALUES (?, ?)", (digest, checksums))

@@ -54,7 +54,11 @@ class Origin(Protocol):
     """
 
     def bring(self, digests: Sequence[bytes], *, large: bool) -> None:
-        """Have the bytes of blobs in the store, with ``large`` also of those that otherwise come in parts."""
+        """Have the bytes of blobs in the store, with ``large`` also of those that otherwise come in parts.
+
+        Raises:
+            FullError, TooLargeError: the store has no room for them; `open` serves them all the same.
+        """
         ...
 
     def describe(self, digest: bytes) -> dict[str, str]:
@@ -62,5 +66,7 @@ class Origin(Protocol):
         ...
 
     def open(self, blob: Blob, cache: MemoryLRU[bytes] | None) -> BlobAccess | None:
-        """Hold a blob whose bytes come in parts. None for a smaller one, which is in the store by then."""
+        """Hold a blob whose bytes come in parts, or cannot be kept. None for another one, which is in the
+        store by then.
+        """
         ...

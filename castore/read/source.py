@@ -17,7 +17,14 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from castore.errors import CorruptError, RemoteError, RemoteMissingError, StoreError
+from castore.errors import (
+    CorruptError,
+    FullError,
+    RemoteError,
+    RemoteMissingError,
+    StoreError,
+    TooLargeError,
+)
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.database import Index
 from castore.names import check_name
@@ -256,6 +263,7 @@ class BlobSource:
         Raises:
             FileNotFoundError: a remote has lost some of them.
             RemoteError: a remote cannot be used.
+            FullError, TooLargeError: the store has no room for them.
         """
         self._origin.bring(digests, large=True)
 
@@ -274,7 +282,8 @@ class BlobSource:
         }
         if len(away) < 2:
             return found
-        with suppress(FileNotFoundError):  # of one of them: each is asked for by itself then
+        # One of them, or no room for all: each is asked for by itself then.
+        with suppress(FileNotFoundError, FullError, TooLargeError):
             self._origin.bring(list(away), large=False)
         return found | self._index.find_many([name for name, row in found.items() if row.blob.digest in away])
 

@@ -19,10 +19,20 @@ from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
 
-#: Counters of requests to remotes, their bytes, the errors among them and the time that they took.
+#: Counters of requests to remotes, their bytes, the errors and retries among them, and the time they took.
 REMOTE_COUNTERS = tuple(
     f"remote_{name}"
-    for name in ("reads", "writes", "lists", "deletes", "received", "sent", "errors", "microseconds")
+    for name in (
+        "reads",
+        "writes",
+        "lists",
+        "deletes",
+        "received",
+        "sent",
+        "errors",
+        "retries",
+        "microseconds",
+    )
 )
 #: Seconds between two flushes of a busy reader.
 FLUSH_SECONDS = 5.0

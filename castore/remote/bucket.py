@@ -51,8 +51,8 @@ class Patience(NamedTuple):
         connect: for a connection to be made.
         silence: without a byte of an answer; a part of an upload must be through in it as well.
         retries: tries after the first one, with pauses that double, of some chance.
-        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``. A
-            listing that stops in its middle may take two more silences.
+        deadline: after it no other try begins, so a call without an answer ends by ``deadline + silence``.
+            A stream and a listing have that time from each piece or page that came.
     """
 
     connect: float = 5.0

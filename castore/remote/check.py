@@ -16,7 +16,7 @@ from castore.errors import CorruptError, RemoteError, RemoteMissingError
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.keys import COMMITS, TREES, commit_key, object_key, page_key
-from castore.remote.outcomes import Checked, RemoteProblem
+from castore.remote.outcomes import Checked, Progress, RemoteProblem
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
 from castore.remote.tree import Tree
@@ -26,12 +26,13 @@ _FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS)
 _NAMES = 5
 
 
-def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool) -> Checked:
+def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progress: Progress) -> Checked:
     """Check all refs of a bucket.
 
     Args:
         pool: reads objects side by side.
         deep: read every object that a ref means.
+        progress: called with the bytes that were read so, and those of all such objects.
 
     Raises:
         RemoteError: the place is no remote, or cannot be used.
@@ -67,7 +68,10 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool) -> Ch
     if deep:
         bad = {problem.key for problem in problems}
         keys = [key for key in (*pages_of, *users) if key not in bad]
+        done, total = 0, sum(there[key] for key in keys)
         for key, why in zip(keys, pool.map(lambda key: _damage(bucket, key), keys), strict=True):
+            done += there[key]
+            progress(done, total)
             if why is not None and key in pages_of:
                 problems.append(RemoteProblem(pages_of[key], key, why, ()))
             elif why is not None:

@@ -5,6 +5,9 @@ process that imports this module must never fork afterwards, and a forked child 
 
 obstore's errors carry the request's address and the storage's whole answer, where a signature or an access
 token may stand. Of those texts only the status, the host and the storage's own error code go on.
+
+Requests are tried again here (retries.py) and not by obstore, which would not tell how often. Parts of an
+upload are the exception.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from castore.errors import (
     MissingDependencyError,
@@ -28,6 +32,7 @@ from castore.errors import (
 from castore.objects.codecs import Buffer
 from castore.remote.aws_credentials import read_profile
 from castore.remote.bucket import SMALL, Listed, Patience, Versioned, pieces
+from castore.remote.retries import Tries
 
 try:
     import obstore
@@ -43,7 +48,11 @@ except ImportError as _missing:
     raise MissingDependencyError.of("obstore", "remote") from _missing
 
 if TYPE_CHECKING:
+    from obstore import GetOptions, ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
+
+_T = TypeVar("_T")
+OnRetry = Callable[[], object]
 
 # Bytes.
 _PIECE = 4 << 20
@@ -53,8 +62,6 @@ _MOST_PARTS = 9000
 # At one time. All parts under way share the link, and each must be through within `Patience.silence`.
 _PARTS_AT_ONCE = 4
 _KEYS_A_REQUEST = 1000
-# One after another, without a key between them.
-_BROKEN_LISTINGS = 2
 # Seconds. Ends a request whose bytes never stop trickling.
 _LONGEST_REQUEST = 6 * 3600.0
 
@@ -88,7 +95,7 @@ _CREDENTIALS = {
 }
 
 
-def open_s3(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
+def open_s3(bucket: str, prefix: str, patience: Patience, retried: OnRetry) -> CloudBucket:
     """A bucket of S3, or of a storage that speaks its language.
 
     obstore reads the environment itself: keys, token, region, ``AWS_ENDPOINT_URL``, ``AWS_ALLOW_HTTP``, web
@@ -120,38 +127,45 @@ def open_s3(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
             raise RemoteError(f"AWS_CA_BUNDLE names {bundle}, and there is {error.strerror}") from None
     return CloudBucket(
         f"s3://{bucket}/{prefix}".rstrip("/"),
-        lambda: S3Store(
+        lambda retries: S3Store(
             bucket,
             prefix=prefix or None,
             config=config,
             credential_provider=profile.keys,
             client_options=options,
-            retry_config=_retries(patience),
+            retry_config=retries,
         ),
+        patience,
+        retried,
     )
 
 
-def open_gcs(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
+def open_gcs(bucket: str, prefix: str, patience: Patience, retried: OnRetry) -> CloudBucket:
     """A bucket of Google Cloud Storage. obstore reads the environment and gcloud's files itself."""
-    return _open(GCSStore, f"gs://{bucket}/{prefix}", bucket, prefix, "GOOGLE", patience)
+    return _open(GCSStore, f"gs://{bucket}/{prefix}", bucket, prefix, "GOOGLE", patience, retried)
 
 
-def open_azure(bucket: str, prefix: str, patience: Patience) -> CloudBucket:
+def open_azure(bucket: str, prefix: str, patience: Patience, retried: OnRetry) -> CloudBucket:
     """A container of Azure's blob storage. obstore reads the environment itself, the account's name too."""
-    return _open(AzureStore, f"az://{bucket}/{prefix}", bucket, prefix, "AZURE", patience)
+    return _open(AzureStore, f"az://{bucket}/{prefix}", bucket, prefix, "AZURE", patience, retried)
 
 
 def _open(
-    store: type[GCSStore | AzureStore], url: str, bucket: str, prefix: str, kind: str, patience: Patience
+    store: type[GCSStore | AzureStore],
+    url: str,
+    bucket: str,
+    prefix: str,
+    kind: str,
+    patience: Patience,
+    retried: OnRetry,
 ) -> CloudBucket:
     return CloudBucket(
         url.rstrip("/"),
-        lambda: store(
-            bucket,
-            prefix=prefix or None,
-            client_options=_client(patience, kind),
-            retry_config=_retries(patience),
+        lambda retries: store(
+            bucket, prefix=prefix or None, client_options=_client(patience, kind), retry_config=retries
         ),
+        patience,
+        retried,
     )
 
 
@@ -166,7 +180,8 @@ def _client(patience: Patience, kind: str) -> ClientConfig:
     }
 
 
-def _retries(patience: Patience) -> RetryConfig:
+def _upload_retries(patience: Patience) -> RetryConfig:
+    """Of obstore, for parts of an upload: only obstore can send one part again."""
     return {
         "max_retries": patience.retries,
         "retry_timeout": timedelta(seconds=patience.deadline),
@@ -183,47 +198,71 @@ class CloudBucket:
 
     Args:
         url: without credentials.
-        make_store: gives the store of obstore, with its prefix.
+        make_store: gives the store of obstore, with its prefix and these retries.
+        patience: of each request.
+        retried: called before a request is tried again, but not by `upload`, where obstore tries again.
     """
 
-    def __init__(self, url: str, make_store: Callable[[], ObjectStore]) -> None:
+    def __init__(
+        self,
+        url: str,
+        make_store: Callable[[RetryConfig], ObjectStore],
+        patience: Patience,
+        retried: OnRetry,
+    ) -> None:
         self.url = url
         self._pid = os.getpid()
+        self._patience = patience
+        self._retried = retried
         with _translated(self, ""):
             try:
-                self._store = make_store()
+                self._store = make_store({"max_retries": 0})
+                self._upload_store = make_store(_upload_retries(patience))
             except ValueError:
                 raise RemoteError(
                     f"AWS_CA_BUNDLE, a setting for {url}, names no file of certificates"
                 ) from None
 
+    def _tries(self) -> Tries:
+        return Tries(self._patience, self._retried)
+
+    def _ask(self, key: str, request: Callable[[], _T]) -> _T:
+        """Do a request until it is answered."""
+        tries = self._tries()
+        while True:
+            try:
+                with _translated(self, key):
+                    return request()
+            except _MAY_PASS:
+                if not tries.wait():
+                    raise
+
     def get(self, key: str) -> Versioned:
         """See `Bucket`."""
-        with _translated(self, key):
-            found = obstore.get(self._store, key)
-            meta = found.meta
-            if meta["size"] > SMALL:
-                raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
-            data = bytes(found.bytes())
+        meta, data = self._ask(key, lambda: self._get(key))
         if len(data) != meta["size"]:
             raise RemoteError(f"{self.url} gave {len(data)} bytes of {key}, which has {meta['size']}")
         version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
         return Versioned(data, version)
 
+    def _get(self, key: str) -> tuple[ObjectMeta, bytes]:
+        found = obstore.get(self._store, key)
+        if found.meta["size"] > SMALL:
+            raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
+        return found.meta, bytes(found.bytes())
+
     def size(self, key: str) -> int | None:
         """See `Bucket`."""
-        with _translated(self, key):
-            try:
-                return obstore.head(self._store, key)["size"]
-            except FileNotFoundError:
-                return None
+        try:
+            return self._ask(key, lambda: obstore.head(self._store, key)["size"])
+        except RemoteMissingError:
+            return None
 
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See `Bucket`."""
         asked = [(start, end) for start, end in ranges if start < end]
-        with _translated(self, key):
-            starts, ends = [start for start, _ in asked], [end for _, end in asked]
-            found = iter(obstore.get_ranges(self._store, key, starts=starts, ends=ends))
+        starts, ends = [start for start, _ in asked], [end for _, end in asked]
+        found = iter(self._ask(key, lambda: obstore.get_ranges(self._store, key, starts=starts, ends=ends)))
         got = [bytes(next(found)) if start < end else b"" for start, end in ranges]
         for data, (start, end) in zip(got, ranges, strict=True):
             if len(data) != end - start:
@@ -235,26 +274,39 @@ class CloudBucket:
 
     def stream(self, key: str) -> Iterator[bytes]:
         """See `Bucket`."""
-        with _translated(self, key):
-            found = obstore.get(self._store, key)
-            size, seen = found.meta["size"], 0
-            for piece in found.stream(min_chunk_size=_PIECE):
-                seen += len(piece)
-                yield bytes(piece)
+        seen, size, tag, tries = 0, 0, None, self._tries()
+        while True:
+            options: GetOptions = {"range": {"offset": seen}} if seen else {}
+            if seen and tag is not None:
+                options["if_match"] = tag
+            try:
+                with _translated(self, key):
+                    found = obstore.get(self._store, key, options=options)
+                    size, tag = found.meta["size"], found.meta["e_tag"]
+                    for piece in found.stream(min_chunk_size=_PIECE):
+                        seen += len(piece)
+                        yield bytes(piece)
+                        tries = self._tries()
+                break
+            except _MAY_PASS:
+                if not tries.wait():
+                    raise
         if seen != size:
             raise RemoteError(f"{self.url} gave {seen} bytes of {key}, which has {size}")
 
     def put(self, key: str, data: Buffer) -> None:
         """See `Bucket`."""
-        with _translated(self, key):
-            obstore.put(self._store, key, data, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+        self._ask(
+            key,
+            lambda: obstore.put(self._store, key, data, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE),
+        )
 
     def upload(self, key: str, path: Path, progress: Callable[[int], object]) -> None:
         """See `Bucket`."""
         part = max(_PART, path.stat().st_size // _MOST_PARTS + 1)
         with open(path, "rb") as file, _translated(self, key):
             read = pieces(file, part, progress)
-            obstore.put(self._store, key, read, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
+            obstore.put(self._upload_store, key, read, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Bucket`."""
@@ -267,7 +319,7 @@ class CloudBucket:
         return self._put_if(key, data, version)
 
     def _put_if(self, key: str, data: bytes, mode: Any) -> bool:
-        with _translated(self, key):
+        def write() -> bool:
             try:
                 obstore.put(self._store, key, data, mode=mode)
             except _CONDITION_FAILED:
@@ -277,41 +329,48 @@ class CloudBucket:
                 if mode == "create" or _code(str(error)) in _NO_BUCKET:
                     raise
                 return False
-        return True
+            return True
+
+        return self._ask(key, write)
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """See `Bucket`."""
-        last, broken = None, 0
+        last, tries = None, self._tries()
         while True:
-            with _translated(self, prefix):
-                try:
+            try:
+                with _translated(self, prefix):
                     for found in obstore.list(
                         self._store, prefix or None, offset=last, chunk_size=_KEYS_A_REQUEST
                     ):
                         for meta in found:
                             yield Listed(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                            last, broken = meta["path"], 0
-                    return
-                except BaseError as error:
-                    # obstore tries a request again, but no listing that breaks off in its middle.
-                    broken += 1
-                    if broken > _BROKEN_LISTINGS or "list response body" not in str(error):
-                        raise
+                            last = meta["path"]
+                        tries = self._tries()
+                return
+            except _MAY_PASS:
+                if not tries.wait():
+                    raise
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Bucket`."""
         pending = iter(keys)
         while some := list(islice(pending, _KEYS_A_REQUEST)):
-            with _translated(self, some[0]):
-                try:
-                    obstore.delete(self._store, some)
-                except FileNotFoundError:
-                    for key in some:
-                        with suppress(FileNotFoundError):
-                            obstore.delete(self._store, key)
+            try:
+                self._ask(some[0], partial(obstore.delete, self._store, some))
+            except RemoteMissingError:
+                for key in some:
+                    with suppress(RemoteMissingError):
+                        self._ask(key, partial(obstore.delete, self._store, key))
 
     def remove_unfinished(self, before: float) -> None:
         """See `Bucket`. Parts of uploads are the business of a life-cycle rule of the bucket."""
+
+
+class _NoCredentialsError(RemoteDeniedError):
+    """Nobody gave any. A machine's role does, if its service answers."""
+
+
+_MAY_PASS = (RemoteUnreachableError, _NoCredentialsError)
 
 
 class _translated:  # noqa: N801
@@ -346,7 +405,7 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
     if setting := _setting(text, code, host, url):
         return RemoteError(setting)
     if _NO_CREDENTIALS.search(text):
-        return RemoteDeniedError(_denied(what, "", "", url.partition(":")[0]))
+        return _NoCredentialsError(_denied(what, "", "", url.partition(":")[0]))
     if _is_denied(error, status, code):
         return RemoteDeniedError(_denied(what, answer, code, url.partition(":")[0]))
     if isinstance(error, FileNotFoundError):

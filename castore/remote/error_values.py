@@ -10,10 +10,9 @@ from castore.errors import CastoreError, ConflictError
 
 def describe(error: CastoreError | OSError) -> dict[str, Any]:
     """An error as values that travel: `rebuild` makes it again."""
-    kind = type(error).__name__
-    known = isinstance(error, CastoreError) and getattr(errors, kind, None) is type(error)
+    known = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
     return {
-        "kind": kind if known else "RemoteError",
+        "kind": known[0] if known else "RemoteError",
         "message": str(error),
         "names": list(getattr(error, "names", ())),
     }

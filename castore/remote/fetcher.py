@@ -32,7 +32,6 @@ from castore.errors import (
     RemoteMissingError,
     RemoteUnreachableError,
 )
-from castore.gc import collect
 from castore.index import places
 from castore.parts import Parts
 from castore.records import DIGEST_SIZE, EntrySpec
@@ -40,16 +39,17 @@ from castore.remote import commits, marker, page_trim
 from castore.remote.bucket import Bucket, Patience
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
-from castore.remote.kept import Part, blob_name
+from castore.remote.kept import LARGEST_PART, Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
-from castore.remote.metered_bucket import MeteredBucket
+from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
+from castore.remote.passing import check_frames, stretch
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
-from castore.remote.urls import open_bucket
+from castore.system.ballast import full_disk_error
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
 from castore.units import parse_duration
@@ -66,9 +66,9 @@ TIMEOUT_SECONDS, TIMEOUT_VARIABLE = 30.0, "CASTORE_REMOTE_TIMEOUT"
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
 # Bytes of neighbouring parts that come in one request.
-_REQUEST_BYTES = 4 << 20
+_REQUEST_BYTES = 2 << 20
 # Blobs, and their bytes, that are committed together.
-_BATCH, _BATCH_BYTES = 64, 4 << 20
+_BATCH, _BATCH_BYTES = 256, 4 << 20
 # Bytes, and part of the budget, that are kept between two collections of the store.
 _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
 # Seconds for which a remote that gave no answer is not asked again.
@@ -89,8 +89,10 @@ class _Source:
     def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
-        opened = open_bucket(settings.url, Patience.within(_timeout()))
-        self.bucket: Bucket = MeteredBucket(opened, parts.usage, settings.requests, settings.rate)
+        patience = Patience.within(_timeout())
+        self.bucket: Bucket = open_metered(
+            settings.url, parts.usage, settings.requests, settings.rate, patience
+        )
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
         self._answered = 0.0
@@ -138,29 +140,35 @@ class _Source:
 
 
 class _Coming:
-    """The fetches under way, by key. Each thing is fetched once, however many readers ask for it."""
+    """The fetches under way, by key. Each thing is fetched once, however many readers ask for it.
+
+    There may be thousands of keys, and only those that a reader waits for have a future.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._futures: dict[Hashable, Future[None]] = {}
+        self._futures: dict[Hashable, Future[None] | None] = {}
 
-    def claim(self, keys: Iterable[_K]) -> tuple[dict[_K, Future[None]], list[_K]]:
-        """The futures of all keys, and the keys that the caller must see to: nobody else does."""
-        found: dict[_K, Future[None]] = {}
-        mine: list[_K] = []
+    def claim(self, keys: Iterable[_K], waited: Iterable[_K]) -> tuple[list[Future[None]], list[_K]]:
+        """The futures of those keys that are waited for, and all keys that the caller must see to: nobody
+        else does.
+        """
         with self._lock:
-            for key in keys:
-                if key not in self._futures:
-                    self._futures[key] = Future()
-                    mine.append(key)
-                found[key] = self._futures[key]
+            mine = [key for key in keys if key not in self._futures]
+            self._futures.update(dict.fromkeys(mine))
+            found: list[Future[None]] = []
+            for key in waited:
+                if key in self._futures:
+                    future = self._futures[key] or Future()
+                    self._futures[key] = future
+                    found.append(future)
         return found, mine
 
     def end(self, keys: Iterable[Hashable], error: BaseException | None = None) -> None:
         """Tell those who wait that the keys are there, or why they are not."""
         with self._lock:
-            futures = [self._futures.pop(key) for key in keys if key in self._futures]
-        for future in futures:
+            futures = [self._futures.pop(key, None) for key in keys]
+        for future in filter(None, futures):
             if error is None:
                 future.set_result(None)
             else:
@@ -220,7 +228,7 @@ class Fetcher:
             first: how many are waited for.
         """
         source = self._source(remote)
-        by_digest = {row[1]: Row._make([*row[:-1], Place(*row[-1])]) for row in rows}
+        by_digest = {row[1]: _row(row) for row in rows}
         waited = [row[1] for row in rows[:first]]
         known = self._parts.index.blobs_of(list(by_digest))
         missing = [digest for digest in by_digest if digest not in known or not known[digest].is_here]
@@ -259,14 +267,35 @@ class Fetcher:
         waited = set(list(named)[:first])
         self._have(missing, waited, begin)
 
+    def frames(self, remote: str, row: list[Any], first: int) -> bytes:
+        """Stored bytes of a blob, from one of its frames on, that are kept nowhere. Their dictionary is.
+
+        Args:
+            remote: its name.
+            row: fields of `Row`.
+            first: number of the frame.
+        """
+        source, wanted = self._source(remote), _row(row)
+        place = wanted.place
+        stop, start, end = stretch(wanted, first)
+        if end - start > LARGEST_PART:
+            raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {wanted.name!r}")
+        key = object_key(place.object, packed=place.is_packed)
+        ranges = [(place.offset + start, place.offset + end)]
+        [stored] = source.require(source.bucket.get_ranges, key, ranges)
+        frames = check_frames(stored, wanted, first, stop, f"{source.bucket.url}/{key}")
+        if place.is_packed:
+            blobs = BlobFetcher(self._parts, source.bucket, self._network)
+            source.require(blobs.have_dictionary, wanted, frames[0])
+        return stored
+
     def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
         """Begin what nobody else has begun, and wait for some of it."""
-        futures, mine = self._coming.claim(keys)
+        futures, mine = self._coming.claim(keys, waited)
         if mine:
             begin(mine)
-        for key in waited:
-            if key in futures:
-                futures[key].result()
+        for future in futures:
+            future.result()
 
     def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
         """Do some work, and tell those who wait for the keys."""
@@ -285,7 +314,7 @@ class Fetcher:
         batch: list[tuple[str, Staged]] = []
         size = 0
         # A damaged blob is no reason to refuse its neighbours.
-        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_damage)
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_damage, _REQUEST_BYTES)
         try:
             with closing(blobs.staged(wanted)) as coming:
                 for row, staged in coming:
@@ -344,6 +373,8 @@ class Fetcher:
 
     def _tidy(self) -> None:
         """Free the disk space of evicted bytes in packs, and of the journal's old records."""
+        from castore.gc import collect  # not before it is needed: readers wait for the start
+
         with suppress(CastoreError, OSError):  # no reader's business; the next time tries again
             collect.run(self._parts, self._parts.settings.max_size, collect.GRACE_SECONDS)
             page_trim.trim(self._parts)
@@ -357,6 +388,10 @@ class Fetcher:
         for pool in (self._work, self._network):
             pool.shutdown(wait=False, cancel_futures=True)
         self._parts.close()
+
+
+def _row(fields: list[Any]) -> Row:
+    return Row._make([*fields[:-1], Place(*fields[-1])])
 
 
 def _neighbours(parts: list[Part]) -> Iterator[list[Part]]:
@@ -386,8 +421,9 @@ def _check_frames(stored: memoryview, part: Part, where: str) -> None:
 class _Server:
     """The socket, and the life of the process."""
 
-    def __init__(self, path: Path, fetcher: Fetcher, mode: int) -> None:
-        self._path = path
+    def __init__(self, store: Path, fetcher: Fetcher, mode: int) -> None:
+        path = store / SOCKET
+        self._store, self._path = store, path
         self._fetcher = fetcher
         self._lock = threading.Lock()
         self._active = 0
@@ -461,12 +497,14 @@ class _Server:
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         call = request.pop("do", None)
-        if call not in ("ref", "pages", "blobs", "parts"):
+        if call not in ("ref", "pages", "blobs", "parts", "frames"):
             return {"error": describe(RemoteError(f"the fetcher knows no {call!r}; end it, and read again"))}
         try:
             return {"result": getattr(self._fetcher, call)(**request)}
-        except (CastoreError, OSError) as error:
+        except CastoreError as error:
             return {"error": describe(error)}
+        except OSError as error:
+            return {"error": describe(full_disk_error(self._store, error) or error)}
         except Exception as error:  # noqa: BLE001 (the reader must learn of it: nobody else is here)
             return {"error": describe(RemoteError(f"the fetcher failed: {type(error).__name__}: {error}"))}
 
@@ -496,7 +534,7 @@ def main() -> int:
             return 0
         fetcher = Fetcher(parts)
         try:
-            _Server(store / SOCKET, fetcher, parts.settings.file_mode).serve()
+            _Server(store, fetcher, parts.settings.file_mode).serve()
         finally:
             fetcher.close()
     finally:

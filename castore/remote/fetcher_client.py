@@ -66,6 +66,14 @@ class FetcherClient:
             f"the process that fetches for {self._store} ended {_ATTEMPTS} times before it answered"
         )
 
+    def prepare(self, remote: str) -> None:
+        """Have the fetcher started, and connected to a remote.
+
+        Raises:
+            RemoteError: as for `call`.
+        """
+        self.call("pages", remote=remote, pages=[], first=0)
+
     def abandon(self) -> None:
         """End all requests under way, in any thread, with an error. For an interrupt."""
         self._is_over = True

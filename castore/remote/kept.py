@@ -9,7 +9,7 @@ by everybody, so that readers of one object share them. Nothing here fetches any
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ WHOLE_LIMIT = 4 << 20
 PART_BYTES, PART_FRAMES = 1 << 20, 64
 #: Bytes that no part has: a stored frame is hardly longer than its content.
 LARGEST_PART = 2 * PART_BYTES
+# Parts that are dropped in one transaction.
+_DROPPED = 1000
 
 
 def blob_name(digest: bytes) -> str:
@@ -92,6 +94,16 @@ class Division:
     def part_of(self, frame: int) -> int:
         """The number of the part that has a frame."""
         return bisect_right(self._firsts, frame) - 1
+
+
+def drop_parts(index: Index, places: Iterable[Place]) -> None:
+    """Drop what readers have kept of blobs that are whole in the store now."""
+    large = [place for place in places if place.stored > WHOLE_LIMIT]
+    names = [part.name(place.object) for place in large for part in Division(place).parts]
+    for start in range(0, len(names), _DROPPED):
+        with index.write() as txn:
+            for name in names[start : start + _DROPPED]:
+                txn.delete_entry(name)
 
 
 def bytes_here(index: Index, place: Place) -> int:

@@ -1,9 +1,9 @@
-"""A large blob of a remote, held open: frames come from the parts that the store keeps, or are fetched.
+"""A blob of a remote, held open: frames come from the parts that the store keeps, or are fetched.
 
 A frame is compared with its digest in the tree each time it is read from a part, so nobody has to trust what
-is kept. A part that is damaged is set aside and fetched again. A reader that goes on in order has parts
-fetched ahead of it, twice as many each time, as the kernel does it for files. A reader that jumps fetches
-only what it needs.
+is kept. A part that is damaged is set aside and fetched again. If the store has no room for a part, its
+frames pass through (passing.py). A reader that goes on in order has parts fetched ahead of it, twice as many
+each time, as the kernel does it for files. A reader that jumps fetches only what it needs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ from castore.objects.frames import frame_count, frame_length
 from castore.parts import Parts
 from castore.records import AWAY, Blob
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.kept import Division, Part
+from castore.remote.kept import WHOLE_LIMIT, Division, Part
 from castore.remote.pages import Row, frame_of
+from castore.remote.passing import NOT_KEPT, PassedFrames, Room
 from castore.system.forks import reset_after_fork
 from castore.system.io_errors import AT_FAULT
 from castore.system.ram_cache import MemoryLRU
@@ -43,6 +45,8 @@ _OPEN, _ATTEMPTS = 8, 8
 class LazyReader:
     """Random access to a blob that is an object of its own. See `HeldBlob`.
 
+    A small blob, which would be kept whole, is read so only if there is no room for it.
+
     Args:
         parts: of the store that keeps what is read.
         fetcher: brings what is missing.
@@ -50,6 +54,7 @@ class LazyReader:
         remote: name of the remote.
         row: of the blob.
         cache: keeps decoded frames for all readers; None to keep only the last frame used.
+        room: whether parts can be kept.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class LazyReader:
         remote: str,
         row: Row,
         cache: MemoryLRU[bytes] | None,
+        room: Room,
     ) -> None:
         self.blob = Blob(row.digest, row.size, 0, row.place.codec, AWAY, 0)
         self.frames = frame_count(row.size)
@@ -70,6 +76,9 @@ class LazyReader:
         self._object = row.place.object
         self._name = row.name
         self._division = Division(row.place)
+        self._is_in_parts = row.place.stored > WHOLE_LIMIT
+        self._passed = PassedFrames(parts, fetcher, remote, row)
+        self._room = room
         self._cache = cache
         self._last: tuple[int, bytes] = (-1, b"")
         self._after_fork()
@@ -158,7 +167,7 @@ class LazyReader:
 
     def prefetch(self, indices: range) -> None:
         """See `HeldBlob`. Passes over frames of parts that are not here: no decoder waits for a network."""
-        if self._cache is None:
+        if self._cache is None or not self._is_in_parts:
             return
         for index in range(indices.start, min(indices.stop, self.frames)):
             number = self._division.part_of(index)
@@ -176,6 +185,12 @@ class LazyReader:
         return last[1]
 
     def _load(self, index: int) -> bytes:
+        if self._is_in_parts:
+            with suppress(*NOT_KEPT):
+                return self._load_kept(index)
+        return self._passed.load(index)
+
+    def _load_kept(self, index: int) -> bytes:
         number = self._division.part_of(index)
         part = self._division.parts[number]
         self._look_ahead(number)
@@ -271,7 +286,12 @@ class LazyReader:
             self._fetch(missing, first=0)
 
     def _fetch(self, parts: list[Part], first: int) -> None:
-        self._fetcher.call("parts", remote=self._remote, digest=self._object, parts=parts, first=first)
+        self._room.require()
+        try:
+            self._fetcher.call("parts", remote=self._remote, digest=self._object, parts=parts, first=first)
+        except NOT_KEPT as error:
+            self._room.note(error)
+            raise
 
 
 def _read(reader: BlobReader, at: int, length: int) -> bytes:

@@ -15,10 +15,10 @@ from typing import Any
 from castore.errors import RemoteError, RemoteMissingError
 from castore.objects.codecs import Buffer
 from castore.read.usage import Usage
-from castore.remote.bucket import Bucket, Listed, Versioned
+from castore.remote.bucket import Bucket, Listed, Patience, Versioned
+from castore.remote.retries import ENDED
+from castore.remote.urls import open_bucket
 
-#: Set when this process ends: nobody waits for a limited link any more.
-ENDED = threading.Event()
 #: Seconds of silence that a limited link may catch up on.
 BURST_SECONDS = 0.25
 
@@ -47,6 +47,20 @@ class Link:
             raise RemoteError("the transfer was interrupted")
 
 
+def open_metered(
+    url: str, usage: Usage, requests: int | None, rate: int | None, patience: Patience | None = None
+) -> MeteredBucket:
+    """The bucket that a URL leads to, metered; requests that are tried again are counted, too.
+
+    Args:
+        url, patience: see `castore.remote.urls.open_bucket`, also for its errors.
+        usage, requests, rate: see `MeteredBucket`.
+    """
+    bucket = open_bucket(url, patience, lambda: metered.count(retries=1))
+    metered = MeteredBucket(bucket, usage, requests, rate)
+    return metered
+
+
 class MeteredBucket:
     """See `castore.remote.bucket.Bucket`.
 
@@ -65,7 +79,8 @@ class MeteredBucket:
         self._lock = threading.Lock()
         self.url = bucket.url
 
-    def _count(self, **counts: int) -> None:
+    def count(self, **counts: int) -> None:
+        """Add to counters of requests."""
         with self._lock:
             for name, count in counts.items():
                 self._usage.counts[f"remote_{name}"] += count
@@ -80,12 +95,12 @@ class MeteredBucket:
         except RemoteMissingError:
             raise
         except RemoteError:
-            self._count(errors=1)
+            self.count(errors=1)
             raise
         finally:
             if self._turns is not None:
                 self._turns.release()
-            self._count(**{kind: 1, "microseconds": round((time.monotonic() - began) * 1e6)})
+            self.count(**{kind: 1, "microseconds": round((time.monotonic() - began) * 1e6)})
 
     def get(self, key: str) -> Versioned:
         """See `Bucket`."""
@@ -95,7 +110,7 @@ class MeteredBucket:
         return found
 
     def _receive(self, size: int) -> None:
-        self._count(received=size)
+        self.count(received=size)
         self._link.take(size)
 
     def size(self, key: str) -> int | None:
@@ -125,7 +140,7 @@ class MeteredBucket:
 
     def _send(self, size: int) -> None:
         self._link.take(size)
-        self._count(sent=size)
+        self.count(sent=size)
 
     def upload(self, key: str, path: Path, progress: Callable[[int], object]) -> None:
         """See `Bucket`."""
@@ -154,7 +169,7 @@ class MeteredBucket:
         with self._request("lists"):
             for found, listed in enumerate(self._bucket.listing(prefix), start=1):
                 if found % 1000 == 0:
-                    self._count(lists=1)
+                    self.count(lists=1)
                 yield listed
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from castore.errors import (
     CorruptError,
@@ -24,16 +24,17 @@ from castore.parts import Parts
 from castore.records import Blob
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.hints import Hints
-from castore.remote.kept import WHOLE_LIMIT, bytes_here
+from castore.remote.kept import WHOLE_LIMIT, bytes_here, drop_parts
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.pack_window import PackWindow
 from castore.remote.pages import Place, Row
+from castore.remote.passing import NOT_KEPT, Room
 from castore.system.ram_cache import MemoryLRU
 
 log = logging.getLogger("castore")
 
 # Blobs asked for at once; and neighbours that come along: at least so many, and so many for each blob.
-_BATCH, _FEWEST, _SHARE = 500, 2000, 4
+_BATCH, _FEWEST, _SHARE = 500, 8000, 4
 
 
 class RemoteOrigin:
@@ -48,9 +49,12 @@ class RemoteOrigin:
         self._fetcher = FetcherClient(parts.path)
         self._windows = PackWindow()
         self._hints = Hints()
+        self._room = Room()
 
     def bring(self, digests: Sequence[bytes], *, large: bool = True) -> None:
         """See `Origin`."""
+        if not large:
+            self._room.require()
         for start in range(0, len(digests), _BATCH):
             by_remote: dict[str, list[RemotePlace]] = defaultdict(list)
             for place in places.of_blobs(self._parts.index, digests[start : start + _BATCH]).values():
@@ -58,6 +62,7 @@ class RemoteOrigin:
                     by_remote[place.remote].append(place)
             for remote, wanted in by_remote.items():
                 self._fetch(remote, [*wanted, *self._neighbours(wanted)], first=len(wanted))
+                drop_parts(self._parts.index, [_row(place).place for place in wanted])
 
     def describe(self, digest: bytes) -> dict[str, str]:
         """See `Origin`."""
@@ -70,11 +75,13 @@ class RemoteOrigin:
     def open(self, blob: Blob, cache: MemoryLRU[bytes] | None) -> LazyReader | None:
         """See `Origin`."""
         place = self._place(blob.digest)
-        if place.stored > WHOLE_LIMIT:
-            self._require_writable(place.remote)
-            return LazyReader(self._parts, self._fetcher, self._hints.give, place.remote, _row(place), cache)
-        self.bring([blob.digest])
-        return None
+        if place.stored <= WHOLE_LIMIT:
+            with suppress(*NOT_KEPT):
+                self.bring([blob.digest], large=False)
+                return None
+        self._require_writable(place.remote)
+        give = self._hints.give
+        return LazyReader(self._parts, self._fetcher, give, place.remote, _row(place), cache, self._room)
 
     def _place(self, digest: bytes) -> RemotePlace:
         place = places.of_blobs(self._parts.index, [digest]).get(digest)
@@ -100,8 +107,12 @@ class RemoteOrigin:
 
     def _fetch(self, remote: str, some: list[RemotePlace], first: int) -> None:
         self._require_writable(remote)
-        with _misses(remote):
-            self._fetcher.call("blobs", remote=remote, rows=[_row(place) for place in some], first=first)
+        try:
+            with _misses(remote):
+                self._fetcher.call("blobs", remote=remote, rows=[_row(place) for place in some], first=first)
+        except NOT_KEPT as error:
+            self._room.note(error)
+            raise
 
     def _require_writable(self, remote: str) -> None:
         try:

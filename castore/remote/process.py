@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from castore import parts
-from castore.gc import collect
 from castore.parts import Parts
-from castore.remote.origin import RemoteOrigin
+from castore.read.origin import Origin
 from castore.system.ballast import Ballast
 
 
@@ -18,9 +17,24 @@ def open_parts(path: Path, *, max_size: float | str | None, durable: bool) -> Pa
         path,
         settings,
         Ballast(path / "ballast", settings.file_mode),
-        collect.make_room,
-        RemoteOrigin,
+        _make_room,
+        _find_origin,
         read_only=read_only,
         memory=0,
         durable=durable,
     )
+
+
+# These are seldom needed, and their modules would add a tenth to the start of the process.
+
+
+def _make_room(parts: Parts, need: int) -> None:
+    from castore.gc import collect
+
+    collect.make_room(parts, need)
+
+
+def _find_origin(parts: Parts) -> Origin:
+    from castore.remote.origin import RemoteOrigin
+
+    return RemoteOrigin(parts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from typing import NamedTuple
@@ -22,10 +21,11 @@ from castore.names import check_name
 from castore.parts import Parts
 from castore.records import LOOSE, Blob, EntrySpec
 from castore.remote import commits
+from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
-from castore.remote.kept import WHOLE_LIMIT, Division
+from castore.remote.kept import drop_parts
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -34,8 +34,9 @@ from castore.units import format_size
 from castore.write.open_pack import Vanished
 from castore.write.staging import KnownBlob, Staged
 
-# Names committed together, and digests looked up together.
-_COMMIT = 1000
+# Names committed together, without bytes and with them, and digests looked up together. In a large index each
+# digest of a commit is on a page of its own, so fewer and larger commits write far fewer pages.
+_NAMES, _COMMIT = 10_000, 1000
 _DIGESTS = 500
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 
@@ -93,9 +94,9 @@ def pull(
     below: str,
     replace: bool,
     lazy: str | None,
-    base: bytes | None,
+    base: Base,
     progress: Progress,
-) -> tuple[Pulled, bytes]:
+) -> Pulled:
     """Bring the names of a commit at and below ``prefix`` into the store.
 
     Args:
@@ -106,10 +107,7 @@ def pull(
         replace: take the commit's bytes for names that changed here, too.
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
             brings the bytes, too.
-        base: root of the tree of names on which this store and the ref agreed last, or None.
-
-    Returns:
-        The outcome, and the root of the next base.
+        base: of the ref; the next one is kept there, unless an older commit is pulled.
 
     Raises:
         ConflictError: names have changed both here and in the commit since ``base``.
@@ -120,7 +118,8 @@ def pull(
     parts.index.require_writable()
     commit = find_commit(bucket, ref, start)
     tree = Tree(commits.read_commit(bucket, commit).tree, pages.read, pages.expect)
-    before = open_base(base, pages)
+    newest = commit if start is None else find_commit(bucket, ref, None)
+    before = open_base(base.root(bucket, newest), pages)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
@@ -130,10 +129,11 @@ def pull(
         _name(parts, bucket, lazy, plan, progress)
         fetched = 0
     pulled = Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched)
-    if plan.is_all:
-        return pulled, tree.root
-    agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
-    return pulled, agree(before, ((row.name, row) for row in agreed), pages.read, pages.keep)
+    if start is None:
+        agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
+        named = ((row.name, row) for row in agreed)
+        base.keep(tree.root if plan.is_all else agree(before, named, pages.read, pages.keep))
+    return pulled
 
 
 def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:
@@ -204,8 +204,8 @@ def _name(parts: Parts, bucket: Bucket, remote: str, plan: _Plan, progress: Prog
         refuse_pickle(row, bucket)
     done = 0
     lock_yield = LockYield()
-    for start in range(0, len(plan.rows), _COMMIT):
-        some = plan.rows[start : start + _COMMIT]
+    for start in range(0, len(plan.rows), _NAMES):
+        some = plan.rows[start : start + _NAMES]
         specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in some]
         with parts.index.write() as txn:
             placed = places.record(txn, [_remote_place(remote, row) for _, row in some])
@@ -290,16 +290,7 @@ class _Fetch:
                     ready, batch = batch, []
                     self._parts.writer.restore(ready)
             self._parts.writer.restore(batch)
-        self._drop_parts(wanted.values())
-
-    def _drop_parts(self, rows: Iterable[Row]) -> None:
-        """Drop what readers have kept of blobs that are whole now."""
-        large = [row.place for row in rows if row.place.stored > WHOLE_LIMIT]
-        names = [part.name(place.object) for place in large for part in Division(place).parts]
-        for start in range(0, len(names), _COMMIT):
-            with self._parts.index.write() as txn:
-                for name in names[start : start + _COMMIT]:
-                    txn.delete_entry(name)
+        drop_parts(self._parts.index, [row.place for row in wanted.values()])
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
         known: dict[bytes, Staged] = {}

@@ -43,6 +43,7 @@ from castore.objects.packs import FILE_HEAD, build_record, read_record
 from castore.parts import Parts
 from castore.records import AWAY, HEAD_SIZE, Blob, Entry
 from castore.remote import commits
+from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import Guard
 from castore.remote.commits import Commit, Ref
@@ -90,11 +91,11 @@ def push(
     prefix: str,
     note: str,
     delete: bool,
-    base: bytes | None,
+    base: Base,
     bad: Set[bytes],
     remote: str,
     progress: Progress,
-) -> tuple[Pushed, bytes]:
+) -> Pushed:
     """Bring the names at and below ``prefix`` into ``ref``.
 
     Args:
@@ -102,13 +103,10 @@ def push(
         note: text for the history.
         delete: also remove names from the ref that the store does not have. By default they stay: a store is
             a cache, and what it evicted is no less wanted.
-        base: root of the tree of names on which this store and the ref agreed last, or None.
+        base: of the ref; the next one is kept there.
         remote: the remote's name in this store, which may know where blobs lie there.
         bad: digests of objects that are missing or damaged. Names whose bytes lie there are pushed again, if
             the store has the same bytes.
-
-    Returns:
-        The outcome, and the root of the next base.
 
     Raises:
         ConflictError: names have changed both here and in the ref since ``base``.
@@ -119,15 +117,16 @@ def push(
     guard = Guard(bucket)
     sender = _Sender(parts, bucket, pool, bad, guard, remote, progress)
 
-    def merge_with(seen: Ref | None) -> tuple[Pushed, bytes] | None:
+    def merge_with(seen: Ref | None) -> Pushed | None:
         """Push what the ref lacks that was seen; None if it has changed meanwhile."""
         head = None if seen is None else commits.read_commit(bucket, seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
-        before = open_base(base, pages)
+        parent = None if seen is None else seen.commit
+        before = open_base(base.root(bucket, parent), pages)
         plan = _plan(parts, tree, before, prefix, delete, bad, ref)
         if head is not None and seen is not None and not plan.entries:
-            unchanged = Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
-            return unchanged, _next_base(plan, [], head.tree, before, pages)
+            base.keep(_next_base(plan, [], head.tree, before, pages))
+            return Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
         rows = sender.send(plan.entries, tree)
         made: dict[bytes, bytes] = {}
         if tree is None:
@@ -135,19 +134,20 @@ def push(
         else:
             root = edit(tree, rows, made.__setitem__)
         sender.send_pages(made, pages)
-        parent = None if seen is None else seen.commit
         entries, logical, _ = Tree(root, pages.read).totals()
         commit = commits.encode_commit(Commit(root, parent, time.time(), _writer(), note, entries, logical))
         sender.put(commit_key(digest_of(commit)), commit)
+        next_base = _next_base(plan, rows, root, before, pages)
+        base.note(digest_of(commit), parent, next_base)
         if not guard.is_current():  # a collection has begun or ended, and may have deleted what was there
             guard.begin()
             sender.forget()
             return None
         if not commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
             return None
+        base.keep(next_base)
         counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects, plan.gone)
-        pushed = Pushed(ref, digest_of(commit).hex(), *counts)
-        return pushed, _next_base(plan, rows, root, before, pages)
+        return Pushed(ref, digest_of(commit).hex(), *counts)
 
     for attempt in range(_ATTEMPTS):
         seen = commits.read_ref(bucket, ref)

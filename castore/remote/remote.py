@@ -29,7 +29,7 @@ from castore.remote.outcomes import (
     RemoteProblem,
     Warmed,
 )
-from castore.remote.remotes import Remotes, RemoteSettings
+from castore.remote.remotes import RemoteSettings
 from castore.units import parse_duration
 
 # With `-m` Python would import modules from the current folder, which may hold anything.
@@ -56,7 +56,6 @@ class Remote:
     def __init__(self, parts: Parts, settings: RemoteSettings, options: dict[str, Any]) -> None:
         self._parts = parts
         self._options = options
-        self._remotes = Remotes(parts.path, parts.settings)
         #: Name, URL and options, as the store keeps them.
         self.settings = settings
 
@@ -113,19 +112,15 @@ class Remote:
     ) -> Pushed:
         check_prefix(prefix)
         self._parts.index.require_writable()  # the base is kept in the store
-        base = self._remotes.base(self.name, check_ref(ref), "")
         arguments = {
-            "ref": ref,
+            "ref": check_ref(ref),
             "prefix": prefix.rstrip("/"),
             "note": note,
             "delete": delete,
-            "base": _hex(base),
             "bad": bad,
             "remote": self.name,
         }
-        result = self._call("push", arguments, progress)
-        self._remotes.set_base(self.name, ref, "", bytes.fromhex(result.pop("base")))
-        return Pushed(**result)
+        return Pushed(**self._call("push", arguments, progress))
 
     def pull(
         self,
@@ -162,15 +157,10 @@ class Remote:
             check_name(below.rstrip("/"))
         arguments: dict[str, Any] = {
             "ref": check_ref(ref), "start": commit, "prefix": prefix.rstrip("/"), "below": below.rstrip("/"),
-            "replace": replace, "lazy": self.name if lazy else None,
-            "base": _hex(self._remotes.base(self.name, ref, below.rstrip("/"))),
+            "replace": replace, "lazy": lazy, "remote": self.name,
         }  # fmt: skip
         self._parts.index.require_writable()
-        result = self._call("pull", arguments, progress)
-        base = bytes.fromhex(result.pop("base"))
-        if commit is None:
-            self._remotes.set_base(self.name, ref, below.rstrip("/"), base)
-        return Pulled(**result)
+        return Pulled(**self._call("pull", arguments, progress))
 
     def prepare(self) -> list[str]:
         """Make the place a remote, if it is none yet, and find out by trying what it can do.
@@ -248,14 +238,15 @@ class Remote:
         with closing(RemoteTree(self._parts, self.name, ref, commit)) as tree:
             return tree.warm(check_prefix(prefix), shard, progress or (lambda done, total: None))
 
-    def check(self, *, deep: bool = False) -> Checked:
+    def check(self, *, deep: bool = False, progress: Progress | None = None) -> Checked:
         """Check that the bucket has all that its refs mean.
 
         Args:
             deep: read every object and compare its bytes with its digest. By default only listings and trees
                 are read.
+            progress: with ``deep`` called with bytes that were read, and those of all objects.
         """
-        found = self._call("check", {"deep": deep})
+        found = self._call("check", {"deep": deep}, progress)
         problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
         return Checked(**found | {"problems": problems})
 
@@ -367,7 +358,3 @@ class Remote:
             f"the process that talks to remote {self.name!r} ended with status {process.returncode};"
             " nothing is lost: do the same again"
         )
-
-
-def _hex(digest: bytes | None) -> str | None:
-    return None if digest is None else digest.hex()

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice, takewhile
@@ -41,6 +41,7 @@ from castore.remote.outcomes import Prefetch, Progress, Warmed
 from castore.remote.pack_window import PackWindow
 from castore.remote.page_cache import read_cached
 from castore.remote.pages import Page, Row
+from castore.remote.passing import NOT_KEPT, Room
 from castore.remote.remotes import Remotes, SeenCommit
 from castore.remote.tree import Tree, difference
 from castore.remote.warm import fetch_ahead, is_of_shard
@@ -114,9 +115,12 @@ class RemoteTree:
         # The newest first. An open file may be of an earlier one.
         self._trees = [self._tree(found.tree)]
         self._prefetch = prefetch
+        # All at and below it is fetched ahead; None for nothing.
+        self._ahead: str | None = None
         self._ended = threading.Event()
         self._background = ThreadPoolExecutor(1, "castore-ahead")
         self._hints = Hints()
+        self._room = Room()
 
     def _find(self, commit: str | None) -> SeenCommit:
         """The commit to show. Without a network, the newest that this store knows."""
@@ -211,13 +215,15 @@ class RemoteTree:
         found = self._ask(None)
         if found.commit == self.commit:
             return []
-        newer = self._tree(found.tree)
+        older, newer = self._trees[0], self._tree(found.tree)
         changes = [
             NameChange(change.name, None if change.new is None else change.new.digest)
-            for change in islice(difference(self._trees[0], newer), MOST_CHANGES)
+            for change in islice(difference(older, newer), MOST_CHANGES)
         ]
         self.commit, self.time, self._trees = found.commit, found.time, [newer, *self._trees[: _OLDER - 1]]
         self._known.set_seen(self._remote, self._ref, found)
+        if self._ahead is not None:
+            self._background.submit(self._fetch_ahead, partial(_new_rows, older, newer, self._ahead))
         return changes if len(changes) < MOST_CHANGES else None
 
     # Blobs
@@ -245,19 +251,24 @@ class RemoteTree:
             if row.place.stored > WHOLE_LIMIT:
                 if self._prefetch == "open":
                     self._background.submit(self._fetch_ahead, partial(iter, (row,)))
-                return LazyReader(parts, self._fetcher, self._hints.give, self._remote, row, cache)
-            self._fetch(row)
+                return self._lazy(row, cache)
+            if not self._fetch(row):
+                return self._lazy(row, cache)
         raise RemoteError(
             f"{name!r} is dropped as fast as it is fetched: the budget of {parts.path} is too small for what"
             " is read at once; raise it with `castore init --max-size`"
         )
 
+    def _lazy(self, row: Row, cache: MemoryLRU[bytes] | None) -> LazyReader:
+        give = self._hints.give
+        return LazyReader(self._parts, self._fetcher, give, self._remote, row, cache, self._room)
+
     def read_small(self, name: str, digest: bytes) -> bytes | None:
         """See `FileTree`."""
         data = self._read_kept(digest)
         if data is None:
-            self._fetch(self._row(name, digest))
-            data = self._read_kept(digest)
+            row = self._row(name, digest)
+            data = self._read_kept(digest) if self._fetch(row) else self._lazy(row, None).read_all()
         return data
 
     def _read_kept(self, digest: bytes) -> bytes | None:
@@ -271,8 +282,8 @@ class RemoteTree:
                 return row
         raise FileNotFoundError(f"no commit of {self._ref!r} that is mounted has {name!r} with these bytes")
 
-    def _fetch(self, row: Row) -> None:
-        """Have a blob in the store, and some of those that lie near it in its pack."""
+    def _fetch(self, row: Row) -> bool:
+        """Have a blob in the store, and some of those near it in its pack; False if there is no room."""
         rows = [row]
         if row.place.is_packed:
             start, end = self._windows.around(row.place.object, row.place.offset)
@@ -284,7 +295,13 @@ class RemoteTree:
                 and start <= other.place.offset < end
                 and other.digest != row.digest
             ]
-        self._fetcher.call("blobs", remote=self._remote, rows=rows, first=1)
+        try:
+            self._room.require()
+            self._fetcher.call("blobs", remote=self._remote, rows=rows, first=1)
+        except NOT_KEPT as error:
+            self._room.note(error)
+            return False
+        return True
 
     def count_use(self, name: str, digest: bytes) -> None:
         """See `FileTree`."""
@@ -334,8 +351,11 @@ class RemoteTree:
         self._parts.objects.packs.drop_unlinked()
 
     def begin(self, prefix: str) -> None:
-        """Start to fetch all at and below a prefix, if that is asked for. Call once threads may start."""
+        """Start to fetch all at and below a prefix, of this commit and of those that follow, if that is asked
+        for. Call once threads may start.
+        """
         if self._prefetch == "all":
+            self._ahead = prefix
             self._background.submit(self._fetch_ahead, partial(self._trees[0].rows, prefix))
 
     def _fetch_ahead(self, find_rows: Callable[[], Iterable[Row]]) -> None:
@@ -418,6 +438,10 @@ class CommitChanges:
                 continue
             with self._lock:
                 self._changes = None if changes is None or self._changes is None else self._changes + changes
+
+
+def _new_rows(older: Tree, newer: Tree, prefix: str) -> Iterator[Row]:
+    return (change.new for change in difference(older, newer, prefix) if change.new is not None)
 
 
 def _file_row(row: Row) -> FileRow:

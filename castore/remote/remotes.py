@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from castore.settings import Settings
 from castore.system.temporary import create_temporary, make_folder, open_regular
 
 _MAX_BYTES = 65_536
+# The newest pending bases that are kept.
+_PENDING, _PENDING_SUFFIX = 50, ".pending"
 
 
 class RemoteSettings(NamedTuple):
@@ -59,6 +62,23 @@ class SeenCommit(NamedTuple):
     commit: bytes
     tree: bytes
     time: float
+
+
+class PendingBase(NamedTuple):
+    """A base that counts if a ref has got a commit: see base.py.
+
+    Attributes:
+        commit: digest of the commit.
+        parent: digest of the commit before it, or None.
+        replaces: root of the base that was kept when this one was noted, or None. With any other base kept
+            this one means nothing.
+        root: of the base.
+    """
+
+    commit: bytes
+    parent: bytes | None
+    replaces: bytes | None
+    root: bytes
 
 
 class Remotes:
@@ -172,11 +192,21 @@ class Remotes:
         return _digest(_read(self._base_path(name, ref, below)))
 
     def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
-        """Keep a base."""
+        """Keep a base. Those that were pending mean nothing any more."""
         self._write(self._base_path(name, ref, below), base.hex() + "\n")
+        self._pending_path(name, ref, below).unlink(missing_ok=True)
+
+    def pending(self, name: str, ref: str, below: str) -> list[PendingBase]:
+        """The bases that pushes have noted before they moved the ref, oldest first."""
+        return _parse_pending(_read(self._pending_path(name, ref, below)))
+
+    def set_pending(self, name: str, ref: str, below: str, pending: Sequence[PendingBase]) -> None:
+        """Note bases."""
+        fields = [[None if digest is None else digest.hex() for digest in one] for one in pending[-_PENDING:]]
+        self._write(self._pending_path(name, ref, below), json.dumps(fields) + "\n")
 
     def roots(self) -> list[bytes]:
-        """The roots of all bases, and of the commits that mounts have shown last."""
+        """The roots of all bases, pending ones too, and of the commits that mounts have shown last."""
         found: list[bytes] = []
         for name in self.names():
             for path in (self._folder / name).iterdir():
@@ -184,6 +214,8 @@ class Remotes:
                 if kind == "seen":
                     seen = self.seen(name, ref)
                     found += [] if seen is None else [seen.tree]
+                elif kind.endswith(_PENDING_SUFFIX):
+                    found += [one.root for one in _parse_pending(_read(path))]
                 elif mark:
                     base = _digest(_read(path))
                     found += [] if base is None else [base]
@@ -210,6 +242,10 @@ class Remotes:
     def _base_path(self, name: str, ref: str, below: str) -> Path:
         mark = blake3(below.encode()).hexdigest(length=8)
         return self._folder / check_remote_name(name) / f"{check_ref(ref)}@{mark}"
+
+    def _pending_path(self, name: str, ref: str, below: str) -> Path:
+        path = self._base_path(name, ref, below)
+        return path.with_name(path.name + _PENDING_SUFFIX)
 
     def _write(self, path: Path, text: str) -> None:
         fd, temporary = create_temporary(self._tmp)
@@ -239,6 +275,18 @@ def _digest(text: str | None) -> bytes | None:
     except ValueError:
         return None
     return digest if len(digest) == DIGEST_SIZE else None
+
+
+def _parse_pending(text: str | None) -> list[PendingBase]:
+    found: list[PendingBase] = []
+    try:
+        for fields in json.loads(text or "[]"):
+            commit, parent, replaces, root = map(_digest, fields)
+            if commit is not None and root is not None:
+                found.append(PendingBase(commit, parent, replaces, root))
+    except (ValueError, TypeError, RecursionError):
+        return []
+    return found
 
 
 def _bound(value: Any) -> int | None:

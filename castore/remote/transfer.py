@@ -16,24 +16,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from castore.errors import CastoreError, RemoteError
 from castore.parts import Parts
 from castore.remote import commits, marker
+from castore.remote.base import Base
 from castore.remote.bucket import Bucket
-from castore.remote.check import check
-from castore.remote.collect import collect
 from castore.remote.error_values import describe
-from castore.remote.metered_bucket import ENDED, MeteredBucket
+from castore.remote.fetcher_client import FetcherClient
+from castore.remote.hints import Hints
+from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
-from castore.remote.probe import probe
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit, pull
-from castore.remote.push import push
+from castore.remote.remotes import Remotes
+from castore.remote.retries import ENDED
 from castore.remote.tree import Tree, difference
-from castore.remote.urls import open_bucket
 from castore.system.ballast import full_disk_error
 
 #: Requests under way at once.
@@ -45,15 +46,18 @@ _PATIENCE = 10.0
 
 
 class _Call:
-    """One call, in an open store."""
+    """One call, in an open store. Each imports what it needs, since the process is started for it alone."""
 
     def __init__(self, parts: Parts, bucket: Bucket, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.parts, self.bucket, self.pool = parts, bucket, pool
+        self.remotes = Remotes(parts.path, parts.settings)
         self.pages = PageCache(parts.path, bucket, pool, mode, read_only=parts.read_only)
 
     def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
         """Make the place a remote and try it out; returns what may surprise."""
+        from castore.remote.probe import probe
+
         marker.prepare(self.bucket, read_only=read_only)
         found = probe(self.bucket, writes=not read_only)
         if not found.fit_for_reading:
@@ -65,22 +69,27 @@ class _Call:
             )
         return list(found.sentences)
 
-    def push(self, base: str | None, bad: list[str], **options: Any) -> dict[str, Any]:
+    def push(self, remote: str, ref: str, bad: list[str], **options: Any) -> dict[str, Any]:
+        from castore.remote.push import push
+
         distrusted = set(map(bytes.fromhex, bad))
         self.pages.restore(distrusted)
-        pushed, next_base = push(
+        return push(
             self.parts,
             self.bucket,
             self.pages,
             self.pool,
-            base=_raw(base),
+            remote=remote,
+            ref=ref,
+            base=Base(self.remotes, remote, ref),
             bad=distrusted,
             progress=_Progress(),
             **options,
-        )
-        return {**pushed._asdict(), "base": next_base.hex()}
+        )._asdict()
 
     def gc(self, keep_commits: int | None, grace: float, dry_run: bool) -> dict[str, Any]:
+        from castore.remote.collect import collect
+
         return collect(
             self.bucket,
             self.pages,
@@ -91,13 +100,26 @@ class _Call:
         )._asdict()
 
     def check(self, deep: bool) -> dict[str, Any]:
-        return check(self.bucket, self.pages, self.pool, deep=deep)._asdict()
+        from castore.remote.check import check
 
-    def pull(self, base: str | None, **options: Any) -> dict[str, Any]:
-        pulled, next_base = pull(
-            self.parts, self.bucket, self.pages, self.pool, base=_raw(base), progress=_Progress(), **options
-        )
-        return {**pulled._asdict(), "base": next_base.hex()}
+        progress = _Progress()
+        return check(self.bucket, self.pages, self.pool, deep=deep, progress=progress)._asdict()
+
+    def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
+        if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
+            Hints().give(partial(FetcherClient(self.parts.path).prepare, remote))
+        return pull(
+            self.parts,
+            self.bucket,
+            self.pages,
+            self.pool,
+            ref=ref,
+            below=below,
+            lazy=remote if lazy else None,
+            base=Base(self.remotes, remote, ref, below),
+            progress=_Progress(),
+            **options,
+        )._asdict()
 
     def refs(self) -> list[str]:
         return commits.list_refs(self.bucket)
@@ -150,10 +172,6 @@ class _Progress:
                 return
             self._next = now + _REPORT_SECONDS
             _send({"progress": [done, total]})
-
-
-def _raw(digest: str | None) -> bytes | None:
-    return None if digest is None else bytes.fromhex(digest)
 
 
 def _send(message: dict[str, Any]) -> None:
@@ -209,7 +227,7 @@ def _serve() -> int:
 
 
 def _bucket(parts: Parts, request: dict[str, Any]) -> Bucket:
-    return MeteredBucket(open_bucket(request["url"]), parts.usage, request["requests"], request["rate"])
+    return open_metered(request["url"], parts.usage, request["requests"], request["rate"])
 
 
 def _do(request: dict[str, Any]) -> Any:

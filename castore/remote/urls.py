@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -79,7 +80,9 @@ def _form() -> str:
     return "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
 
 
-def open_bucket(url: str, patience: Patience | None = None) -> Bucket:
+def open_bucket(
+    url: str, patience: Patience | None = None, retried: Callable[[], object] = lambda: None
+) -> Bucket:
     """The bucket that a URL leads to. Asks nobody yet.
 
     For all but ``file://`` the process must not fork afterwards: see `castore.remote.cloud_bucket`.
@@ -87,6 +90,7 @@ def open_bucket(url: str, patience: Patience | None = None) -> Bucket:
     Args:
         url: see `parse_url`.
         patience: None for the usual times.
+        retried: called before a request is tried again.
 
     Raises:
         MissingDependencyError: obstore is not installed.
@@ -99,4 +103,4 @@ def open_bucket(url: str, patience: Patience | None = None) -> Bucket:
     from castore.remote import cloud_bucket
 
     openers = {"s3": cloud_bucket.open_s3, "gs": cloud_bucket.open_gcs, "az": cloud_bucket.open_azure}
-    return openers[scheme](bucket, path, patience or Patience())
+    return openers[scheme](bucket, path, patience or Patience(), retried)

@@ -34,12 +34,21 @@ class Finding(NamedTuple):
         where: the file, and the offset in it.
         why: what is wrong.
         names: the entries that point to it.
+        lost: whether reads of them are misses from now on. The others are mended, or a remote has the bytes.
     """
 
     digest: str
     where: str
     why: str
     names: list[str]
+    lost: bool = False
+
+
+class _Problem(NamedTuple):
+    """What is wrong with a blob, and whether its bytes are lost."""
+
+    why: str
+    lost: bool
 
 
 class Report(NamedTuple):
@@ -66,31 +75,31 @@ def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], 
         if not (missing and mended)  # a killed process leaves a missing copy: no damage
     ]
     checked = stored = 0
-    bad: list[tuple[Blob, str]] = []
+    bad: list[tuple[Blob, _Problem]] = []
     for blob in parts.index.blobs():
         if blob.pack == AWAY:  # its bytes are checked when they come
             continue
         if blob.pack != LOST and random.random() >= sample:  # noqa: S311 (nobody guesses against a scrub)
             continue
-        why = _check(parts, blob)
-        if why is not None:
-            bad.append((blob, why))
+        problem = _check(parts, blob)
+        if problem is not None:
+            bad.append((blob, problem))
         checked += 1
         stored += blob.stored
         if progress is not None:
             progress(blob.stored)
     findings = [
-        Finding(blob.digest.hex(), parts.objects.where(blob), why, parts.index.names_of(blob.digest))
-        for blob, why in bad
+        Finding(blob.digest.hex(), parts.objects.where(blob), why, parts.index.names_of(blob.digest), lost)
+        for blob, (why, lost) in bad
     ]
     dropped = _drop(parts, [blob for blob, _ in bad]) if repair else []
     return Report(checked, stored, copies_found + findings, dropped)
 
 
-def _check(parts: Parts, blob: Blob) -> str | None:
+def _check(parts: Parts, blob: Blob) -> _Problem | None:
     """Check a blob and set it aside if it is bad; returns the problem, or None."""
     if blob.pack == LOST:
-        return "it was found damaged or missing before, and has not been put again since"
+        return _Problem("it was found damaged or missing before, and has not been put again since", True)
     try:
         reader = parts.source.open_here(blob)
     except FileNotFoundError:
@@ -99,22 +108,23 @@ def _check(parts: Parts, blob: Blob) -> str | None:
         blob = reader.blob  # compaction may have moved it, or a wrong row was corrected
         for _ in reader.in_order():
             pass
-        return _check_placement(parts, reader)
+        why = _check_placement(parts, reader)
+        return None if why is None else _Problem(why, False)
     except CorruptError as error:
         if parts.source.quarantine(blob, error):
             now = parts.index.blob(blob.digest)
             is_away = now is not None and now.pack == AWAY
-            return f"{_SET_ASIDE if is_away else _ROW_CORRECTED}: {error}"
+            return _Problem(f"{_SET_ASIDE if is_away else _ROW_CORRECTED}: {error}", False)
         return _reason_if_lost(parts, blob, str(error))
     finally:
         reader.close()
 
 
-def _reason_if_lost(parts: Parts, blob: Blob, why: str) -> str | None:
+def _reason_if_lost(parts: Parts, blob: Blob, why: str) -> _Problem | None:
     # If it is not recorded as lost, gc removed it or a put replaced it during the check.
     now = parts.index.blob(blob.digest)
     is_lost = now is not None and (now.pack == LOST or (parts.read_only and now == blob))
-    return why if is_lost else None
+    return _Problem(why, True) if is_lost else None
 
 
 def _check_placement(parts: Parts, reader: BlobReader) -> str | None:

@@ -185,12 +185,33 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
     return placed
 
 
+def bring_all(items: Sequence[Staged], txn: Write) -> dict[bytes, Blob]:
+    """Place the bytes of blobs that are away, and pass over those without a row; returns the rows."""
+    known = txn.blobs([item.digest for item in items])
+    small: dict[bytes, SmallBlob] = {}
+    for item in items:
+        if item.digest not in known:
+            continue
+        if isinstance(item, SmallBlob) and known[item.digest].pack == AWAY:
+            small[item.digest] = item
+        else:
+            item.place(txn)
+    txn.bring_blobs(_append_all(list(small.values()), txn), known)
+    return known
+
+
 def _add_new(items: Sequence[SmallBlob], txn: Write) -> dict[bytes, Blob]:
     """Append and record blobs that the store does not have yet."""
+    blobs = _append_all(items, txn)
+    txn.add_blobs(blobs)
+    return {blob.digest: blob for blob in blobs}
+
+
+def _append_all(items: Sequence[SmallBlob], txn: Write) -> list[Blob]:
+    """Append to packs that the index knows; returns the values of the rows."""
     while items:
         blobs = [item.append(txn) for item in items]
         if all(txn.has_pack(pack) for pack in {blob.pack for blob in blobs}):
-            txn.add_blobs(blobs)
-            return {blob.digest: blob for blob in blobs}
+            return blobs
         items[0].abandon_pack()
-    return {}
+    return []

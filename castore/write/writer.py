@@ -48,6 +48,7 @@ from castore.write.staging import (
     LargeBlob,
     SmallBlob,
     Staged,
+    bring_all,
     place_all,
 )
 
@@ -323,11 +324,7 @@ def _place(
 
 
 def _place_known(staged: Sequence[Staged], txn: Write) -> None:
-    known = txn.blobs([item.digest for item in staged])
-    for item in staged:
-        if item.digest in known:
-            item.place(txn)
-    places.note_fetched(txn, known)
+    places.note_fetched(txn, bring_all(staged, txn))
 
 
 def _make_entry(spec: EntrySpec, blob: Blob, now: float, created: float, pinned: bool) -> Entry:

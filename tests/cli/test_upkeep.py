@@ -11,6 +11,7 @@ import pytest
 from castore import Store
 from tests.cli.conftest import Cli
 from tests.helpers import noise
+from tests.remote.nodes import end_fetcher
 
 
 def damage(folder: Path) -> None:
@@ -81,12 +82,36 @@ def test_verify_finds_damage_names_it_and_repair_drops_it(cli: Cli, store: Store
     assert ran.code == 1
     assert "1 bad and set aside in quarantine/" in ran.out
     assert "noise" in ran.out
+    assert "1 of them is a miss now" in ran.out
     assert len(list((folder / "quarantine").iterdir())) == 1
     again = cli("verify", "--repair", "--json")
     assert again.code == 1
     assert again.json["dropped"] == ["noise"]
     assert cli("verify").code == 0
     assert "noise" not in cli("ls").out
+
+
+def test_verify_tells_what_a_remote_has_from_what_is_lost(
+    cli: Cli, store: Store, folder: Path, tmp_path: Path
+) -> None:
+    bucket = (tmp_path / "bucket").as_uri()
+    with Store(tmp_path / "one") as one:
+        one.put("noise", os.urandom(300_000))
+        one.add_remote("team", bucket).push()
+        data = one.get("noise")
+    store.add_remote("team", bucket, read_only=True).pull(lazy=True)
+    for command in (("verify",), ("verify", "--repair")):
+        assert store.get("noise") == data
+        store.close()
+        damage(folder)
+        ran = cli(*command)
+        assert ran.code == 1
+        assert "fetched when they are read" in ran.out
+        assert "of them" not in ran.out
+        assert "dropped" not in ran.out
+        store = Store(folder, memory=0)
+    end_fetcher(store)
+    store.close()
 
 
 def test_doctor_finds_a_sound_store_in_order(cli: Cli, store: Store, folder: Path) -> None:

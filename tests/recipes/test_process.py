@@ -217,7 +217,8 @@ def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # no
     for step, line in zip(report["steps"], rows, strict=True):
         assert line.startswith(f" {step['name']} ")
         cells = line.removeprefix(f" {step['name']} ").split()
-        assert cells[:3] == ["hit", f"{step['rows_in']:,}", f"{step['rows_out']:,}"]
+        assert cells[:4] == ["hit", *(f"{step[name]:,}" for name in ("rows_in", "rows_in", "rows_out"))]
+        assert step["rows_reused"] == 0
     assert lines[-1].startswith(
         f"{report['rows_out']} rows of {report['rows_in']} in {place}/outputs/demo.jsonl ("
     )

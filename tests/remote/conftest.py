@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from castore import Store
+from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.outcomes import Pulled, Pushed
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import pull
 from castore.remote.push import push
+from castore.remote.remotes import Remotes, RemoteSettings
 from tests.remote import nodes, servers
 from tests.remote.servers import Place
 
@@ -32,7 +34,8 @@ class Node:
     def __init__(self, path: Path, bucket: Bucket, **options: Any) -> None:
         self.store = Store(path, memory=0, **options)
         self.bucket = bucket
-        self.base: bytes | None = None
+        self.remotes = Remotes(self.store.path, self.store.settings)
+        self.remotes.add(RemoteSettings("team", bucket.url))
         self._pool = ThreadPoolExecutor(8)
         self.seen: list[tuple[int, int]] = []
 
@@ -41,25 +44,21 @@ class Node:
         return PageCache(self.store.path, self.bucket, self._pool, (0o700, 0o600))
 
     def push(self, prefix: str = "", *, ref: str = "main", note: str = "", delete: bool = False) -> Pushed:
-        pushed, self.base = push(
+        return push(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, prefix=prefix, note=note,
-            delete=delete, base=self.base, bad=set(), remote="team",
+            delete=delete, base=Base(self.remotes, "team", ref), bad=set(), remote="team",
             progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
-        return pushed
 
     def pull(
         self, prefix: str = "", *, ref: str = "main", start: str | None = None, below: str = "",
         replace: bool = False, lazy: str | None = None,
     ) -> Pulled:  # fmt: skip
-        pulled, base = pull(
+        return pull(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start, prefix=prefix,
-            below=below, replace=replace, lazy=lazy, base=None if below else self.base,
+            below=below, replace=replace, lazy=lazy, base=Base(self.remotes, "team", ref, below),
             progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
-        if not below:
-            self.base = base
-        return pulled
 
     def contents(self) -> Contents:
         return {entry.name: self.store.get(entry.name) or b"a miss" for entry in self.store.entries()}

@@ -264,6 +264,22 @@ def _pushed(folder: Folder, done: str) -> None:
     assert _push(folder) == (0, 0, 0)
 
 
+def _pushed_and_edited(folder: Folder, done: str) -> None:
+    """An edit of a name that the dead push brought is no conflict with that push, nor after another store's
+    push on top of it.
+    """
+    with opened(folder, "two") as store:
+        store.put("other", b"1")
+        store.remote("team").push()
+    with opened(folder, "one") as store:
+        store.put("small/0", text(300, 20))
+        wanted = {entry.name: bytes.fromhex(entry.digest) for entry in store.entries()}
+    added, changed, _ = _push(folder)
+    assert (added, changed) == ((0, 1) if done == ALL else (2, 1))
+    assert check_refs(bucket(folder)) == {**wanted, "other": blake3(b"1").digest()}
+    assert _push(folder) == (0, 0, 0)
+
+
 def _files_below_tmp(folder: Folder) -> bool:
     return any((folder / "bucket" / "tmp").iterdir())
 
@@ -281,8 +297,12 @@ def _ref_moved(folder: Folder) -> bool:
 
 
 def _base(folder: Folder, name: str) -> str | None:
-    found = [path.read_text() for path in (folder / name / "remotes/team").glob("main@*")]
+    found = [path.read_text() for path in (folder / name / "remotes/team").glob("main@" + "?" * 16)]
     return found[0] if found else None
+
+
+def _is_noted(folder: Folder) -> bool:
+    return len(list((folder / "one/remotes/team").glob("main@*.pending"))) == 1
 
 
 def _base_is(name: str, *, kept: bool) -> There:
@@ -610,7 +630,7 @@ def _in_quarantine(store: Store) -> bool:
 
 
 def _pull_lazily(folder: Folder) -> int:
-    pull._COMMIT = 4
+    pull._NAMES = 4
     with opened(folder, "two") as store:
         return store.remote("team").pull(lazy=True).added
 
@@ -671,6 +691,7 @@ def _objects(store: Store) -> bool:
 
 
 _pushing = Task(_push, _pushed, _change)
+_pushing_before_an_edit = Task(_push, _pushed_and_edited, _change)
 _pulling = Task(_pull, _pulled)
 _blobs, _parts, _page = map(_fetching, (_asks_for_blobs, _asks_for_parts, _asks_for_a_page))
 _ending = _fetching(_says_goodbye)
@@ -700,12 +721,18 @@ WINDOWS = [
         ("while it uploads", _pushing, after(FolderBucket, "upload"), _lacks("trees/", "commits/"), NOTHING),
         ("after the pages, before the commit", _pushing, before(commits, "encode_commit"), _lacks("commits/"),
         NOTHING),
-        ("after the commit, before the ref", _pushing, before(commits, "move_ref"), _lacks("refs/"), NOTHING),
+        ("after the commit, before the next base is noted", _pushing, before(Remotes, "set_pending"),
+        _lacks("refs/"), NOTHING),
+        ("after the next base is noted, before the ref", _pushing, before(commits, "move_ref"),
+        _both(_lacks("refs/"), _is_noted), NOTHING),
+        ("after the next base is noted, before the ref", _pushing_before_an_edit, after(Remotes, "set_pending"),
+        _both(_lacks("refs/"), _is_noted), NOTHING),
         ("after the ref, before the base is kept", _pushing, after(folder_bucket, "_links"),
         _both(_ref_moved, _files_below_tmp), ALL),
-        ("after the ref, before the base is kept", _pushing, before(Remotes, "set_base"),
-        _both(_ref_moved, _base_is("one", kept=False)), ALL),
+        ("after the ref, before the base is kept", _pushing_before_an_edit, before(Remotes, "set_base"),
+        _both(_ref_moved, _base_is("one", kept=False), _is_noted), ALL),
         ("after that", _pushing, after(Remotes, "set_base"), _base_is("one", kept=True), ALL),
+        ("after that", _pushing_before_an_edit, after(Remotes, "set_base"), _base_is("one", kept=True), ALL),
     ),
     *_of(
         "Pull",

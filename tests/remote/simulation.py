@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from castore.remote import commits
 from castore.remote.bucket import Listed, Versioned
 from castore.remote.collection_state import STATE
 from castore.remote.keys import REFS, SETTINGS, commit_key, object_key, page_key
+from castore.remote.remotes import PendingBase, Remotes
 from castore.remote.tree import Tree
 
 
@@ -71,6 +73,7 @@ class World:
     Attributes:
         now: the storage's clock.
         trace: calls, for a failure's message.
+        remotes: the bases of each store that takes part, by its number.
     """
 
     def __init__(self, seed: int, grace: float) -> None:
@@ -79,6 +82,7 @@ class World:
         self.now = 1e9
         self.objects: dict[str, tuple[bytes, int, float]] = {SETTINGS: (b'{"format":1}', 0, self.now)}
         self.trace: list[str] = []
+        self.remotes: defaultdict[int, Remotes] = defaultdict(MemoryRemotes)
         self._writes = 0
         self._back = threading.Semaphore(0)
         self._here = threading.local()
@@ -255,6 +259,27 @@ class MemoryBucket:
 
     def remove_unfinished(self, before: float) -> None:
         """There is nothing."""
+
+
+class MemoryRemotes(Remotes):
+    """The bases of a store, in memory: those on disk would take most of the time."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, bytes] = {}
+        self._notes: dict[str, list[PendingBase]] = {}
+
+    def base(self, name: str, ref: str, below: str) -> bytes | None:
+        return self._roots.get(ref)
+
+    def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
+        self._roots[ref] = base
+        self._notes.pop(ref, None)
+
+    def pending(self, name: str, ref: str, below: str) -> list[PendingBase]:
+        return self._notes.get(ref, [])
+
+    def set_pending(self, name: str, ref: str, below: str, pending: Sequence[PendingBase]) -> None:
+        self._notes[ref] = list(pending)
 
 
 class Quiet(MemoryBucket):

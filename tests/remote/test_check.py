@@ -44,6 +44,10 @@ def test_a_whole_bucket_has_no_problem_and_what_no_ref_means_is_counted(
         0,
     )
     assert checked.objects == sum(len(files(bucket, one)) for one in ("objects", "packs", "trees", "commits"))
+    seen: list[tuple[int, int]] = []
+    remote.check(deep=True, progress=lambda done, total: seen.append((done, total)))
+    whole = [path for one in ("objects", "packs", "trees") for path in files(bucket, one)]
+    assert seen[-1] == (sum(path.stat().st_size for path in whole),) * 2
     (bucket / "objects" / "ab").mkdir(exist_ok=True)
     (bucket / "objects" / "ab" / ("ab" * 32)).write_bytes(b"of a push that was killed")
     assert remote.check()[3:] == (1, 25)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
+from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.remote.bucket import Bucket, Patience
 from castore.remote.commits import Ref, move_ref, read_ref
 from castore.remote.urls import open_bucket
@@ -45,11 +45,17 @@ def link(seaweedfs: Place) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def bucket(seaweedfs: Place, link: Proxy) -> Bucket:
+def retries() -> list[None]:
+    """One for each further try."""
+    return []
+
+
+@pytest.fixture
+def bucket(seaweedfs: Place, link: Proxy, retries: list[None]) -> Bucket:
     prefix = uuid.uuid4().hex
     seaweedfs.open(prefix).put("data", DATA)  # its patience suffices for a server that makes volumes
     with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
-        return open_bucket(f"{seaweedfs.url}/{prefix}", PATIENCE)
+        return open_bucket(f"{seaweedfs.url}/{prefix}", PATIENCE, lambda: retries.append(None))
 
 
 @pytest.fixture(autouse=True)
@@ -86,12 +92,60 @@ def replace(bucket: Bucket, key: str, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("fault", [answer(500), answer(503), answer(429), LOST_REQUEST, LOST_ANSWER], ids=str)
-def test_a_read_is_tried_again_until_it_is_answered(bucket: Bucket, link: Proxy, fault: Fault) -> None:
+def test_a_read_is_tried_again_until_it_is_answered_and_that_is_counted(
+    bucket: Bucket, link: Proxy, retries: list[None], fault: Fault
+) -> None:
     for read in READS.values():
         link.seen.clear()
-        link.inject(fault)
+        retries.clear()
         assert read(bucket)
-        assert len(link.seen) >= 2
+        requests = len(link.seen)
+        assert not retries
+        link.inject(fault, 2)
+        assert read(bucket)
+        assert len(retries) == 2
+        assert len(link.seen) == 2 * requests + 2
+
+
+def test_what_is_missing_or_refused_is_not_tried_again(
+    bucket: Bucket, link: Proxy, retries: list[None]
+) -> None:
+    with pytest.raises(RemoteMissingError):
+        bucket.get("none")
+    assert bucket.size("none") is None
+    for status in (400, 401, 403, 418, 501):
+        link.inject(answer(status))
+        with pytest.raises(RemoteError):
+            bucket.get("data")
+    assert len(link.seen) == 7
+    assert not retries
+
+
+def test_a_large_object_that_breaks_goes_on_where_it_was(
+    bucket: Bucket, link: Proxy, retries: list[None], tmp_path: Path
+) -> None:
+    assert upload(bucket, tmp_path)
+    link.seen.clear()
+    coming = bucket.stream("large")
+    link.inject(cut(6 << 20))
+    link.inject(cut(1 << 20))
+    link.inject(stall(2 << 20))
+    assert b"".join(coming) == LARGE
+    assert len(link.seen) == 4
+    assert len(retries) == 3
+
+
+def test_an_object_that_is_another_one_meanwhile_is_not_read_on(
+    bucket: Bucket, link: Proxy, tmp_path: Path
+) -> None:
+    assert upload(bucket, tmp_path)
+    coming = bucket.stream("large")
+    link.inject(cut(6 << 20))
+    next(coming)
+    (tmp_path / "large").write_bytes(bytes(len(LARGE)))
+    bucket.upload("large", tmp_path / "large", lambda read: None)
+    with pytest.raises(RemoteError):
+        list(coming)
 
 
 @pytest.mark.parametrize(

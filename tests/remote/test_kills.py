@@ -83,6 +83,10 @@ def fill(node: Node, generation: int) -> None:
     node.store.put(f"of {generation}", b"%d" % generation)
 
 
+def digests(node: Node) -> dict[str, bytes]:
+    return {entry.name: bytes.fromhex(entry.digest) for entry in node.store.entries()}
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_push_killed_at_any_call_names_nothing_that_is_missing_and_the_next_one_goes_on(
     after: bool, tmp_path: Path
@@ -99,31 +103,30 @@ def _kill_pushes(folder: Path, after: bool) -> None:
         one.push()
         before = check_refs(bucket)
         fill(one, 1)
-        base = one.base
+        wanted = digests(one)
         one.close()
 
-        def push(place: Path = place, call: int = call, base: bytes | None = base) -> None:
-            node = Node(place / "one", Deadly(FolderBucket(place / "bucket"), call, after=after))
-            node.base = base
-            node.push()
+        def push(place: Path = place, call: int = call) -> None:
+            Node(place / "one", Deadly(FolderBucket(place / "bucket"), call, after=after)).push()
 
         killed = dies(push)
         found = check_refs(bucket)
-        again = Node(place / "one", bucket)
-        again.base = base
-        pushed = again.push()
-        wanted = {entry.name: bytes.fromhex(entry.digest) for entry in again.store.entries()}
         assert found in (before, wanted)
+        again = Node(place / "one", bucket)
+        # An edit of names that the killed push may have brought is no conflict with that push.
+        again.store.put("medium", b"%d" % call)
+        pushed = again.push()
+        assert pushed.changed == 1 or found == before
+        wanted = digests(again)
         assert check_refs(bucket) == wanted
         agrees_with_disk(again.store)
         again.close()
         other = Node(place / "other", bucket)
         other.pull()
-        assert {entry.name: bytes.fromhex(entry.digest) for entry in other.store.entries()} == wanted
+        assert digests(other) == wanted
         other.close()
         if not killed:
             assert call > 8, "hardly any call: this tests nothing"
-            assert pushed.sent == 0
             return
 
 

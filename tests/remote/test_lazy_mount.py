@@ -604,6 +604,18 @@ def test_all_that_is_fetched_ahead_is_what_the_mount_shows(other: Store) -> None
         assert [here(root / name) for name in ("large", "middle", "one")] == [0, 0, 0]
 
 
+def test_all_of_each_commit_that_is_followed_is_fetched_ahead(writer: Store, other: Store) -> None:
+    with castore_fuse.mounted(other, remote="team", prefix="small", follow=True, prefetch="all") as root:
+        until(lambda: all(here(path) for path in root.iterdir()))
+        writer.put_many([("small/000", b"changed"), ("small/new", noise(5000)), ("large", noise(3 << 20))])
+        writer.remote("team").push()
+        until(lambda: (root / "new").exists() and here(root / "new") > 0 and here(root / "000") < 10)
+        until(lambda: all(here(path) for path in root.iterdir()))
+    end_fetcher(other)
+    with castore_fuse.mounted(other, remote="team") as root:
+        assert here(root / "large") == 0, "it is not shown"
+
+
 def test_the_rest_of_a_file_that_is_read_is_fetched_ahead(other: Store) -> None:
     with castore_fuse.mounted(other, remote="team", prefetch="open") as root:
         with open(root / "large", "rb") as file:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,13 @@ import pytest
 import castore_fuse
 from castore import Store
 from castore.adapters.datasets import cached_map, wait
-from castore.errors import InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
+from castore.errors import FullError, InvalidValueError, NotFoundError, RemoteError, RemoteMissingError
+from castore.remote.messages import SOCKET
 from castore.watch.adder import is_current
-from tests.helpers import agrees_with_disk, flip, in_processes, noise
+from tests.helpers import agrees_with_disk, flip, in_processes, noise, records
+from tests.mount.conftest import until
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, node, read
+from tests.torture.test_full_disk import fill_up
 
 
 @pytest.fixture
@@ -32,12 +37,32 @@ def test_names_are_there_before_any_byte_is(lazy: Store) -> None:
     assert set(lazy) == set(CONTENTS)
     assert len(lazy) == len(CONTENTS)
     assert lazy.totals().stored == 0
-    assert not fetchers(lazy)
     for entry in lazy.entries():
         assert (entry.size, entry.stored, entry.away) == (len(CONTENTS[entry.name]), 0, True)
     assert "large" in lazy
     assert lazy.stat().away.blobs == len({bytes(data) for data in CONTENTS.values()})
     agrees_with_disk(lazy)
+
+
+def test_the_fetcher_starts_with_the_pull_and_serves_the_first_read(lazy: Store) -> None:
+    until((lazy.path / SOCKET).exists)
+    until(lambda: len(fetchers(lazy)) == 1)  # the process that started it is gone
+    [began] = fetchers(lazy)
+    assert lazy.get("one") == b"1"
+    assert fetchers(lazy) == [began]
+
+
+def test_a_batch_that_is_read_brings_the_rest_of_its_pack(tmp_path: Path) -> None:
+    contents = {f"{number:04d}": b"%d" % number for number in range(5000)}
+    with Store(tmp_path / "one") as one:
+        one.put_many(contents.items())
+        one.add_remote("team", (tmp_path / "bucket").as_uri()).push()
+    with node(tmp_path / "two", (tmp_path / "bucket").as_uri()) as two:
+        two.pull(remote="team", lazy=True)
+        names = random.Random(1).sample(sorted(contents), 64)
+        assert two.get_many(names) == [contents[name] for name in names]
+        until(lambda: two.stat().away.blobs == 0)
+        agrees_with_disk(two)
 
 
 def _get(store: Store) -> dict[str, bytes | None]:
@@ -123,6 +148,87 @@ def test_a_small_budget_is_kept_while_more_is_read_than_fits(copied: Path, tmp_p
         agrees_with_disk(store)
 
 
+def _fill(store: Store) -> None:
+    """Leave no room within the budget."""
+    budget = store.settings.max_size
+    assert budget is not None
+    store.put("mine", noise(budget - 1000), codec="none")
+    store.pin("mine")
+
+
+def _mount_of_the_remote(store: Store) -> dict[str, bytes | None]:
+    with castore_fuse.mounted(store, remote="team") as root:
+        return dict(read(root))
+
+
+@pytest.mark.parametrize("read_all", [_get, _get_many, _open, _open_blob, _mount, _mount_of_the_remote])
+def test_bytes_for_which_pins_leave_no_room_are_served_and_not_kept(
+    copied: Path, tmp_path: Path, read_all: Callable[[Store], dict[str, bytes | None]]
+) -> None:
+    with node(tmp_path / "full", copied.as_uri(), max_size=1_000_000, memory=0) as store:
+        _fill(store)
+        store.pull(remote="team", lazy=True)
+        found = read_all(store)
+        assert found.pop("mine", None) in (None, store.get("mine"))
+        assert found == CONTENTS
+        assert store.totals().stored <= 1_000_000
+        assert [entry.name for entry in store.entries() if not entry.away and entry.stored > 1000] == ["mine"]
+        with pytest.raises(FullError, match="the rest is pinned"):
+            store.pull(remote="team", prefix="small")
+        store.unpin("mine")
+        with Store(store.path, memory=0) as again:
+            assert again.get("small/000") == CONTENTS["small/000"]
+            assert not next(again.entries("small/000")).away
+        agrees_with_disk(store)
+
+
+def test_damage_that_passes_through_is_found(copied: Path, tmp_path: Path) -> None:
+    for path in (copied / "packs").iterdir():
+        flip(path, path.stat().st_size // 2)
+    with node(tmp_path / "full", copied.as_uri(), max_size=1_000_000, memory=0) as store:
+        _fill(store)
+        store.pull(remote="team", lazy=True)
+        found = _get(store)
+        assert found.pop("mine")
+        missed = [name for name, data in found.items() if data is None]
+        assert len(missed) == 1
+        assert {name: CONTENTS[name] for name in found if name not in missed} == {
+            name: data for name, data in found.items() if data is not None
+        }
+
+
+def test_bytes_that_pass_through_bring_the_dictionary_that_they_need(tmp_path: Path) -> None:
+    samples, contents = records(400, 1), dict(zip(("rec/1", "rec/2"), records(2, 2), strict=True))
+    with Store(tmp_path / "one") as one:
+        one.train_dictionary("rec", samples)
+        one.put_many(contents.items())
+        one.add_remote("team", (tmp_path / "bucket").as_uri()).push()
+    with node(tmp_path / "full", (tmp_path / "bucket").as_uri(), max_size=100_000, memory=0) as store:
+        store.put("mine", noise(100_000), codec="none")
+        store.pin("mine")
+        store.pull(remote="team", lazy=True)
+        assert store.get_many(list(contents)) == list(contents.values())
+        assert all(entry.away for entry in store.entries("rec"))
+
+
+def test_bytes_are_served_though_the_disk_is_full(copied: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16M", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        with node(disk / "store", copied.as_uri(), memory=0) as store:
+            store.pull(remote="team", lazy=True)
+            filler = fill_up(disk)
+            assert _get(store) == CONTENTS
+            filler.unlink()
+            agrees_with_disk(store)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
     assert lazy.get("middle") == CONTENTS["middle"]
     [entry] = list(lazy.entries("middle"))
@@ -134,27 +240,32 @@ def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
         flip(Path(again.path_of(blob)), 1000)
         [finding] = again.verify().bad
         assert "fetched when they are read" in finding.why
+        assert not finding.lost
         assert again.get("middle") == CONTENTS["middle"]
         assert again.stat().corrupt == 2
 
 
 def test_bytes_that_the_remote_lost_are_a_miss_and_a_network_that_is_down_is_an_error(
-    lazy: Store, copied: Path
+    lazy: Store, copied: Path, pushed: Store
 ) -> None:
     for place in ("objects", "packs"):
         for path in (copied / place).rglob("*"):
             if path.is_file():
                 path.unlink()
     assert lazy.get("large", b"none") == b"none" == lazy.get("one", b"none")
+    assert "one" in lazy, "no remote is asked"
     assert lazy.get_many(["one", "middle"]) == [None, None]
     with pytest.raises(NotFoundError):
         lazy.open("middle")
     with lazy.open("large") as file, pytest.raises(RemoteMissingError):  # comes in parts
         file.read()
     assert lazy.get_or_compute("middle", lambda: b"again") == b"again"
+    for path in pushed.path.with_name("bucket").glob("packs/*"):
+        shutil.copy(path, copied / "packs")
+    assert lazy.get("one") == b"1", "such a miss does not stick"
     shutil.rmtree(copied)
     with pytest.raises(RemoteError):
-        lazy.get("one")
+        lazy.get("large")
 
 
 def test_bytes_that_are_put_are_here_and_a_pull_brings_the_others(lazy: Store, copied: Path) -> None:
@@ -240,7 +351,7 @@ def test_the_mount_says_where_bytes_are(lazy: Store) -> None:
 def test_a_name_without_bytes_is_copied_renamed_and_expires(lazy: Store) -> None:
     assert lazy.copy("middle", "copies/middle").away
     assert lazy.rename("one", "renamed").away
-    assert not fetchers(lazy)
+    assert lazy.totals().stored == 0
     assert lazy.get("copies/middle") == CONTENTS["middle"]
     assert lazy.get("renamed") == b"1"
     assert "one" not in lazy
@@ -354,6 +465,21 @@ def test_what_was_warmed_is_read_whole_without_a_network_and_pulled_once(lazy: S
     assert lazy.pull(remote="team").fetched > 0
     lazy.gc(grace=0)
     assert lazy.totals().stored <= before * 1.01
+
+
+def test_a_blob_that_is_brought_whole_leaves_no_parts_behind(lazy: Store) -> None:
+    with lazy.open("large") as file:
+        assert file.read(10) == CONTENTS["large"][:10]
+    end_fetcher(lazy)
+    assert lazy.totals().entries > len(CONTENTS), "parts are here"
+    entry = lazy.entry("large")
+    assert entry is not None
+    blob = lazy.blob(entry.digest)
+    assert blob is not None
+    assert lazy.bring(blob).is_here
+    assert lazy.totals().entries == len(CONTENTS)
+    assert lazy.get("large") == CONTENTS["large"]
+    agrees_with_disk(lazy)
 
 
 def test_a_blob_larger_than_the_budget_is_read_in_parts(copied: Path, tmp_path: Path) -> None:

@@ -12,11 +12,24 @@ from castore.errors import ConflictError, RemoteMissingError
 from castore.remote import commits
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.keys import page_key
+from castore.remote.remotes import Remotes
 from castore.remote.tree import Tree
 from tests.remote.conftest import Node
+from tests.remote.simulation import Killed
 
 NAMES = ["a", "b", "c/1"]
 STEPS = ["write"] * 4 + ["push"] * 3 + ["pull"] * 3 + ["evict"]
+
+
+class Forgetful(Remotes):
+    """Of a push that dies before it keeps its base."""
+
+    forgets = False
+
+    def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
+        if self.forgets:
+            raise Killed
+        super().set_base(name, ref, below, base)
 
 
 class Team:
@@ -24,11 +37,16 @@ class Team:
 
     def __init__(self, folder: Path) -> None:
         self.nodes = [Node(folder / str(number), FolderBucket(folder / "bucket")) for number in range(3)]
+        self.remotes = [Forgetful(node.store.path, node.store.settings) for node in self.nodes]
+        for node, remotes in zip(self.nodes, self.remotes, strict=True):
+            node.remotes = remotes
         self.written = 0
         self.ref: dict[str, bytes] = {}
         # Values that a node has had, by name; its edits that no push or pull has settled.
         self.seen: list[set[tuple[str, bytes]]] = [set(), set(), set()]
         self.edits: list[dict[str, bytes]] = [{}, {}, {}]
+        # The values on which a node and the ref agreed last.
+        self.agreed: list[dict[str, bytes]] = [{}, {}, {}]
 
     def step(self, chance: random.Random) -> None:
         number, name = chance.randrange(3), chance.choice(NAMES)
@@ -37,7 +55,9 @@ class Team:
             case "write":
                 self.write(number, name)
             case "push":
+                self.remotes[number].forgets = chance.random() < 0.3
                 self.push(number, prefix, rarely)
+                self.remotes[number].forgets = False
             case "pull":
                 self.pull(number, prefix, rarely)
             case _:
@@ -64,14 +84,17 @@ class Team:
             node.push(prefix, delete=delete)
         except ConflictError as error:
             in_conflict = error.names
+        except Killed:  # by then the ref has moved
+            in_conflict = ()
         else:
             in_conflict = ()
         if in_conflict:
             assert self.contents() == before
             assert all(local[name] != before[name] for name in in_conflict)
-            assert set(in_conflict) <= self.edits[number].keys(), "a conflict over a name not edited here"
+            self.check_conflicts(number, in_conflict)
             return
         self.ref = self.contents()
+        self.agree(number, prefix, local)
         for name in sorted({*before, *self.ref}):
             was, now = before.get(name), self.ref.get(name)
             if was == now:
@@ -104,9 +127,10 @@ class Team:
         if in_conflict:
             assert not replace
             assert node.contents() == before
-            assert set(in_conflict) <= self.edits[number].keys(), "a conflict over a name not edited here"
+            self.check_conflicts(number, in_conflict)
             return
         local = node.contents()
+        self.agree(number, prefix, local)
         for name in sorted({*before, *local}):
             inside = name in self.ref and (name.startswith(prefix + "/") or not prefix)
             if not inside:
@@ -117,6 +141,19 @@ class Team:
                 self.edits[number].pop(name, None)
             if name in local:
                 self.seen[number].add((name, local[name]))
+
+    def agree(self, number: int, prefix: str, local: dict[str, bytes]) -> None:
+        for name in NAMES:
+            if name.startswith(prefix):
+                if name not in self.ref:
+                    self.agreed[number].pop(name, None)
+                elif local.get(name) == self.ref[name]:
+                    self.agreed[number][name] = self.ref[name]
+
+    def check_conflicts(self, number: int, names: tuple[str, ...]) -> None:
+        for name in names:
+            assert name in self.edits[number], "a conflict over a name not edited here"
+            assert self.agreed[number].get(name) != self.ref[name], "a conflict over a name not changed there"
 
     def contents(self) -> dict[str, bytes]:
         """The names of the ref and their bytes, by their digests."""

@@ -13,13 +13,16 @@ import pytest
 
 import castore_fuse
 from castore import Store
-from castore.errors import InvalidValueError, RemoteMissingError
-from castore.remote.bucket import Versioned
+from castore.cli.metrics import exposition
+from castore.errors import InvalidValueError, RemoteMissingError, RemoteUnreachableError
+from castore.remote.bucket import Patience, Versioned
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.metered_bucket import BURST_SECONDS, MeteredBucket
+from castore.remote.metered_bucket import BURST_SECONDS, MeteredBucket, open_metered
 from tests.helpers import noise
 from tests.mount.conftest import until
 from tests.remote.nodes import end_fetcher
+from tests.remote.proxy import answer, proxy
+from tests.remote.servers import Place, environment
 
 
 class Counting(FolderBucket):
@@ -76,9 +79,31 @@ def test_requests_bytes_and_errors_are_counted(store: Store, tmp_path: Path) -> 
         metered.get("objects/b")
     store.parts.usage.flush()
     used = store.stat().remotes
-    assert used[:7] == (4, 3, 1, 1, 11, 1002, 0)
+    assert used[:8] == (4, 3, 1, 1, 11, 1002, 0, 0)
     assert used.requests == 9
     assert used.seconds > 0
+
+
+def test_requests_that_are_tried_again_are_told_from_those_that_fail(store: Store, seaweedfs: Place) -> None:
+    patience = Patience(connect=2, silence=5, retries=3, deadline=10)
+    seaweedfs.open("retried").put("one", b"1")
+    with proxy(seaweedfs.port) as link:
+        with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
+            metered = open_metered(f"{seaweedfs.url}/retried", store.parts.usage, None, None, patience)
+        link.inject(answer(503), 2)
+        assert metered.get("one").data == b"1"
+        link.inject(answer(500), 100)
+        with pytest.raises(RemoteUnreachableError):
+            metered.size("one")
+    store.parts.usage.flush()
+    used = store.stat().remotes
+    assert (used.requests, used.retries, used.errors) == (2, 2 + 3, 1)
+    told = [
+        line
+        for line in exposition(store.stat()).splitlines()
+        if line.startswith("castore_remote_retries_total{")
+    ]
+    assert [line.rpartition(" ")[2] for line in told] == ["5"]
 
 
 def test_what_pushes_pulls_and_mounts_ask_is_in_the_figures(tmp_path: Path) -> None:

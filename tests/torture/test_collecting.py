@@ -21,6 +21,7 @@ from castore.errors import (
 from castore.remote import collect as collecting
 from castore.remote import collection_state
 from castore.remote import push as pushing
+from castore.remote.base import Base
 from castore.remote.collect import collect
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import pull
@@ -45,12 +46,15 @@ class Cast:
     def _pages(self, store: Store, bucket: MemoryBucket) -> PageCache:
         return PageCache(store.path, bucket, Inline(), (0o700, 0o600))
 
+    def _base(self, world: World, number: int, ref: str) -> Base:
+        return Base(world.remotes[number], "team", ref)
+
     def push(self, world: World, number: int, prefix: str, ref: str, delete: bool) -> None:
         bucket, store = MemoryBucket(world, loses_answers=True), self.stores[number]
         try:
             push(
                 store.parts, bucket, self._pages(store, bucket), Inline(), ref=ref, prefix=prefix, note="",
-                delete=delete, base=None, bad=set(), remote="team", progress=lambda *bytes_: None,
+                delete=delete, base=self._base(world, number, ref), bad=set(), remote="team", progress=lambda *bytes_: None,
             )  # fmt: skip
         except (ConflictError, NotFoundError, RemoteUnreachableError):
             pass
@@ -77,7 +81,8 @@ class Cast:
         with suppress(ConflictError, RemoteMissingError):
             pull(
                 self.reader.parts, bucket, self._pages(self.reader, bucket), Inline(), ref=ref, start=None,
-                prefix="", below="", replace=True, lazy=None, base=None, progress=lambda *bytes_: None,
+                prefix="", below="", replace=True, lazy=None, base=self._base(world, -1, ref),
+                progress=lambda *bytes_: None,
             )  # fmt: skip
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""A pipeline of five steps over much text, as users run it: run, run again, changed, killed and resumed.
+"""A pipeline of five steps over much text, as users run it: run, run again, changed, killed and resumed, and
+over an input that has changed.
 
 Each stage is a process of its own, and each result is compared with that of plain `datasets`. `make bench`
 runs it over 200 MB; the tests run it over less.
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import datasets
 
 from tools.bench import recipe, texts
 from tools.bench.textrun import Process, Ran
@@ -80,10 +83,36 @@ def stages(work: Path, corpus: Path, size: int, rng: random.Random) -> Iterator[
         yield stage(f"{way}: run again", way, first, [True] * STEPS)
         kept = [way == "cache"] * 2
         yield stage(f"{way}: step 3 changed", way, changed, [*kept, False, False, False])
+        if way == "cache":
+            for edit, name in _EDITS.items():
+                yield _edited(work, saved, edit, name)
         shutil.rmtree(work / way)
         note = _kill(way, begun.ran.seconds, ours, work / way, rng)
         ran = Process(way, _RECIPE, first, ours, work / way).end()
         yield Stage(f"{way}: killed, then resumed", ran, plain[first], note)
+
+
+#: Edits of the input: their names.
+_EDITS = {"append": "1 % of the rows appended", "delete": "a row in the middle deleted"}
+
+
+def _edited(work: Path, saved: Path, edit: str, name: str) -> Stage:
+    """A run over an edited input, by plain `datasets`, and by castore, which knows the input before the edit."""
+    rows = datasets.load_from_disk(saved)
+    if edit == "append":
+        more = [
+            {**row, "text": f"{row['text']}\n{number}"}
+            for number, row in enumerate(rows.take(len(rows) // 100))
+        ]
+        rows = datasets.concatenate_datasets([rows, datasets.Dataset.from_list(more, features=rows.features)])
+    else:
+        rows = rows.select([number for number in range(len(rows)) if number != len(rows) // 2])
+    rows.save_to_disk(work / edit, num_shards=1)
+    third = recipe.THIRD[_RECIPE][0]
+    ran = Process("cache", _RECIPE, third, work / edit, work / "cache").end()
+    plain = Process("datasets", _RECIPE, third, work / edit, work / "unused").end()
+    note = f"{len(rows) - ran.reused[0]:,} of {len(rows):,} rows ran; plain {plain.seconds:.2f} s"
+    return Stage(f"cache: {name}", ran, plain, note, [False] * STEPS)
 
 
 def _kill(way: str, seconds: float, source: Path, cache: Path, rng: random.Random) -> str:

@@ -40,6 +40,7 @@ class Ran(NamedTuple):
         digest: of the result; "" if not asked for.
         warned: castore's warnings.
         stored: bytes of each step in the store; empty if unknown.
+        reused: for each step, the rows that did not run; empty if unknown.
     """
 
     seconds: float
@@ -48,6 +49,7 @@ class Ran(NamedTuple):
     digest: str
     warned: list[str]
     stored: list[int]
+    reused: list[int]
 
 
 def run(
@@ -65,6 +67,7 @@ def run(
     """
     hits: list[bool] = []
     stored: list[int] = []
+    reused: list[int] = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", CacheWarning)
         began = time.perf_counter()
@@ -73,7 +76,7 @@ def run(
             dataset = recipe.plain(dataset, chain)
             _read_ends(dataset, last)
             seconds = time.perf_counter() - began
-            return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", [], [])
+            return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", [], [], [])
         with Store(cache) as store:
             if way == "calls":
                 dataset = recipe.calls(dataset, chain, store)
@@ -81,10 +84,12 @@ def run(
                 result = recipe.pipeline(chain, store, checkpoint=way == "checkpoint").run(dataset)
                 dataset, hits = result.dataset, [step.hit for step in result.steps]
                 stored = [step.stored for step in result.steps]
+                reused = [step.rows_reused for step in result.steps]
             _read_ends(dataset, last)
             seconds = time.perf_counter() - began
         messages = [str(item.message) for item in warned if issubclass(item.category, CacheWarning)]
-        return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", messages, stored)
+        digest = recipe.digest(dataset) if check else ""
+        return Ran(seconds, hits, len(dataset), digest, messages, stored, reused)
 
 
 def _read_ends(dataset: datasets.Dataset, last: bool) -> None:

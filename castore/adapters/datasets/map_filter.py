@@ -9,6 +9,7 @@ Arguments that cannot change it are ignored: `num_proc` (unless ranks are used, 
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ _REPLACED_ARGUMENTS = {
 }
 
 
+# Rows that are tried one by one, and characters of their values in an error.
+_TRIED_ROWS, _SHOWN = 4, 80
+
+
 def cached_map(
     dataset: Any,
     function: Any = None,
@@ -50,6 +55,7 @@ def cached_map(
     store: Store | None = None,
     fingerprint: str | None = None,
     codec: str = "zstd",
+    rowwise: bool = False,
     **map_kwargs: Any,
 ) -> Any:
     """``dataset.map(function, **map_kwargs)``, run only if its result is not in the store.
@@ -64,15 +70,19 @@ def cached_map(
         fingerprint: identifies the function in place of its code and state, for functions that cannot be
             hashed. Pass another one when the function changes.
         codec: the codec of kept results.
+        rowwise: a batched function treats each row alone, whatever rows are beside it in the batch. A row
+            that is inserted or deleted then costs its own block, and not all that follow. Some rows are
+            tried, both together and one by one.
         **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs the function again.
             ``cache_file_name``, ``suffix_template`` and ``keep_in_memory`` are accepted and ignored, for they
             decide where `datasets` would keep its own copy.
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
-        InvalidValueError: the dataset is an iterable one, or `map` has no such argument.
+        InvalidValueError: the dataset is an iterable one, `map` has no such argument, or a function that is
+            said to be row-wise is not.
     """
-    return _run_cached("map", dataset, function, store, fingerprint, codec, map_kwargs)
+    return _run_cached("map", dataset, function, store, fingerprint, codec, rowwise, map_kwargs)
 
 
 def cached_filter(
@@ -82,10 +92,11 @@ def cached_filter(
     store: Store | None = None,
     fingerprint: str | None = None,
     codec: str = "zstd",
+    rowwise: bool = False,
     **filter_kwargs: Any,
 ) -> Any:
     """``dataset.filter(function, **filter_kwargs)``, run only if it is not stored: see `cached_map`."""
-    return _run_cached("filter", dataset, function, store, fingerprint, codec, filter_kwargs)
+    return _run_cached("filter", dataset, function, store, fingerprint, codec, rowwise, filter_kwargs)
 
 
 def _run_cached(
@@ -95,13 +106,14 @@ def _run_cached(
     store: Store | None,
     fingerprint: str | None,
     codec: str,
+    rowwise: bool,
     given: dict[str, Any],
 ) -> Any:
     pending_puts.warn(stacklevel=4)
     store = step_runner.store_or_default(store)
     if isinstance(dataset, datasets.DatasetDict):
         parts = {
-            split: _run_cached(kind, part, function, store, fingerprint, codec, given)
+            split: _run_cached(kind, part, function, store, fingerprint, codec, rowwise, given)
             for split, part in dataset.items()
         }
         return datasets.DatasetDict(parts)
@@ -133,7 +145,8 @@ def _run_cached(
                 new_fingerprint=fingerprint_of_key(digits),
             )
 
-    blocks = _in_blocks(kind, dataset, function, arguments, given, description.fingerprint, parameters)
+    counted = {"kind": kind, "operator": description.fingerprint, "parameters": parameters}
+    blocks = _in_blocks(kind, dataset, function, arguments, given, counted, rowwise=rowwise)
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
     return step_runner.run_or_load(
         store,
@@ -153,10 +166,19 @@ def _in_blocks(
     function: Any,
     arguments: dict[str, Any],
     given: dict[str, Any],
-    operator: str,
-    parameters: dict[str, str],
+    counted: dict[str, Any],
+    *,
+    rowwise: bool,
 ) -> BlockStep | None:
-    """The step as one that runs block by block; None if its result depends on more than a block's rows."""
+    """The step as one that runs block by block; None if its result depends on more than a block's rows.
+
+    Args:
+        kind: ``"map"`` or ``"filter"``.
+        dataset, function: the input, and the function.
+        arguments, given: all arguments of `map` or `filter`, and those that the caller gave.
+        counted: what the result depends on beside the rows.
+        rowwise: as for `cached_map`.
+    """
     num_proc = arguments["num_proc"] or 1
     is_batched, size = arguments["batched"], arguments["batch_size"]
     if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset):
@@ -168,16 +190,23 @@ def _in_blocks(
     if num_proc > 1 and drops:
         return None
 
+    is_untried = is_rowwise = is_batched and rowwise and not drops
+
     def run(call: BlockCall) -> datasets.Dataset:
+        nonlocal is_untried
         if drops and call.first and len(call.rows) < size:
             return call.rows.select([])  # `map` gives rows back where it drops all of them
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
         passed.pop("num_proc", None)
         if call.features is not None:
             passed["features"] = call.features
-        with loops_closed(function) as called:
+        with loops_closed(function) as own:
+            called = _Numbered(own, call.first, bool(arguments["with_rank"])) if is_numbered else own
+            if is_untried:
+                _try_rowwise(kind, call, called, passed)
+                is_untried = False
             return getattr(call.rows, kind)(
-                _Numbered(called, call.first, bool(arguments["with_rank"])) if is_numbered else called,
+                called,
                 **passed,
                 load_from_cache_file=False,
                 cache_file_name=str(call.file),
@@ -186,17 +215,60 @@ def _in_blocks(
 
     # The features follow from the rows that `map` writes first.
     first_rows = max(arguments["writer_batch_size"] or 1000, size if is_batched else 1)
-    multiple = size if is_batched else 1 if is_numbered else None
+    multiple = size if is_batched and not is_rowwise else 1 if is_numbered else None
     return BlockStep(
         dataset,
         run,
-        {"kind": kind, "operator": operator, "parameters": parameters},
+        counted,
         Cut(multiple, first_rows),
         is_numbered=is_numbered or drops,
         has_features=kind == "filter" or arguments["features"] is not None,
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),
     )
+
+
+def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str, Any]) -> None:
+    """Run the first rows of a block together and one by one.
+
+    Raises:
+        InvalidValueError: the results differ.
+    """
+    rows = call.rows.select(range(min(_TRIED_ROWS, len(call.rows))))
+    passed = {
+        name: value for name, value in arguments.items() if name not in ("batch_size", "drop_last_batch")
+    }
+    together, alone = (
+        getattr(rows, kind)(
+            function, **passed, batch_size=size, keep_in_memory=True, load_from_cache_file=False,
+            new_fingerprint=call.fingerprint,
+        ).with_format(None)[:]
+        for size in (len(rows), 1)
+    )  # fmt: skip
+    for column in {**together, **alone}:
+        if not _alike(together.get(column), alone.get(column)):
+            last = call.first + len(rows) - 1
+            raise InvalidValueError(
+                f"{operator_name(function)} is said to be row-wise, and is not: column {column!r} of rows "
+                f"{call.first} to {last} is {_short(together.get(column))} if they are one batch, and "
+                f"{_short(alone.get(column))} if each is its own; leave out rowwise=True"
+            )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether values are equal; floats nearly so, since batches of other sizes may add in another order."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5) or (one != one and other != other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 class _Numbered:

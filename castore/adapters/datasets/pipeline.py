@@ -7,6 +7,7 @@ processes; `checkpoint` keeps only the latest step; this module is the chain.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 import warnings
@@ -301,7 +302,7 @@ class _Run:
             self._dataset = outcome.dataset
         if begin < len(planned):
             pipeline.warn_of_space(self._dataset, planned)
-        outcomes: list[tuple[PlannedStep, step_runner.StepOutcome, float]] = []
+        outcomes: list[tuple[PlannedStep, step_runner.StepOutcome]] = []
         for step in planned[begin:]:
             rows, began = len(self._dataset), time.perf_counter()
             self._meter.begin(step.number, rows)
@@ -319,16 +320,18 @@ class _Run:
             )
             self._dataset = outcome.dataset
             seconds = time.perf_counter() - began
-            outcomes.append((step, outcome, seconds))
-            self._drop_unused([earlier.dataset for _, earlier, _ in outcomes if not earlier.size.done()])
+            outcomes.append((step, outcome))
+            self._drop_unused([earlier.dataset for _, earlier in outcomes if not earlier.size.done()])
             reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None))
+            reports[-1] = dataclasses.replace(reports[-1], rows_reused=outcome.rows_reused)
             self._meter.end(step.number, reports[-1])
         # The size is known once the result is stored.
-        for step, outcome, seconds in outcomes:
-            old = reports[step.number]
-            reports[step.number] = _report(
-                step, old.hit, old.rows_in, old.rows_out, seconds, outcome.size.result()
-            )
+        for step, outcome in outcomes:
+            size = outcome.size.result()
+            if size is not None:
+                reports[step.number] = dataclasses.replace(
+                    reports[step.number], logical=size.logical, stored=size.stored, key=step.key
+                )
         return PipelineResult(self._dataset, reports)
 
     def _find_latest(self, planned: list[PlannedStep]) -> tuple[int, step_runner.StepOutcome | None]:
@@ -351,6 +354,7 @@ class _Run:
             size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
             reports.append(_report(step, True, *rows, 0.0, size))
+            reports[-1] = dataclasses.replace(reports[-1], rows_reused=rows[0] or 0)
             self._meter.end(step.number, reports[-1])
         return reports
 

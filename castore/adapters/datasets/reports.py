@@ -53,6 +53,8 @@ class StepReport:
         logical: bytes of the result, uncompressed; 0 if it was not kept.
         stored: bytes of the result in the store.
         key: the key of the kept result, "" if none is kept.
+        rows_reused: rows before the step that did not run again: all of them for a hit, and else those of
+            blocks whose results were kept.
     """
 
     name: str
@@ -64,6 +66,7 @@ class StepReport:
     logical: int
     stored: int
     key: str
+    rows_reused: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for JSON."""

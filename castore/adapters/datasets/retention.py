@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from castore.adapters.datasets import dataset_entries
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.step_runner import STEPS_FOLDER
 from castore.adapters.datasets.tables import STATE_FILE
 from castore.store import Store
@@ -57,9 +58,19 @@ def drop_intermediate(
         budget=None if budget is None else parse_size(budget),
         needed=sum(result.stored for result in last),
     )
+    digests = {entry.digest for result in chosen for entry in store.entries(result.name)}
     for result in chosen:
         dataset_entries.drop(store, result.name)
+    _drop_blocks(store, digests)
     return [result.name for result in chosen]
+
+
+def _drop_blocks(store: Store, digests: set[str]) -> None:
+    """Remove those of some blocks that are in no other step's result: they would keep their bytes."""
+    for digest in digests:
+        names = store.names_of(digest)
+        if all(name.startswith(f"{BLOCKS_FOLDER}/") for name in names):
+            store.delete_many(names)
 
 
 def _list_results(store: Store, pipeline: str) -> tuple[list[StepResult], list[StepResult]]:

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ from castore.system.sql_errors import is_full
 #: The folder of kept steps.
 STEPS_FOLDER = "steps"
 _VERSION = 1
-# Runs of a step of which gc takes blocks before they have the step's name.
+# Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
 _NAME_LENGTH = 60
 
@@ -62,12 +63,14 @@ class StepOutcome(NamedTuple):
         hit: whether nothing had to be run.
         record: the record of the step; see `run_or_load`.
         size: the result's size in the store, once it is there; None if the result could not be stored.
+        rows_reused: rows of the input that did not have to be run.
     """
 
     dataset: datasets.Dataset
     hit: bool
     record: dict[str, Any]
     size: Future[dataset_entries.DatasetSize | None]
+    rows_reused: int = 0
 
 
 def store_or_default(given: Store | None) -> Store:
@@ -124,7 +127,8 @@ def load_step(store: Store, name: str) -> StepOutcome | None:
             f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
         )
         return None
-    return StepOutcome(dataset, True, record, known_size(dataset_entries.size_of(store, name)))
+    size = known_size(dataset_entries.size_of(store, name))
+    return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0)
 
 
 def known_size(size: dataset_entries.DatasetSize | None) -> Future[dataset_entries.DatasetSize | None]:
@@ -206,15 +210,22 @@ def run_or_load(
 def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome | None:
     """Run a step block by block, and keep it; None if it cannot, or the store has no room for all blocks."""
     began = time.perf_counter()
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
             results = run.run()
+        except BrokenProcessPool as error:
+            if attempt + 1 == _ATTEMPTS:
+                raise RuntimeError(
+                    f"worker processes of {name!r} were killed {_ATTEMPTS} times: out of memory? Blocks that"
+                    " were done are kept; run the step again with a smaller num_proc"
+                ) from error
+            continue
         except (NoRoomError, MixedAnswersError):
             return None
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)
-        told = {"rows_out": rows, "rows_reused": reused, "seconds": round(time.perf_counter() - began, 6)}
-        told["rows_in"] = sum(result.rows_in for result in results)
+        told: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
+        told["seconds"] = round(time.perf_counter() - began, 6)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **told})
@@ -223,12 +234,13 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
         except (FullError, TooLargeError):
             return None
         if (outcome := load_step(store, name)) is not None:  # it reads the files: a block may be damaged
-            return outcome._replace(hit=False)
+            return outcome._replace(hit=False, rows_reused=reused)
     return None
 
 
 def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:
-    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size)
+    reused = coming.record["rows_in"] if hit else 0
+    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size, reused)
 
 
 def run_step(

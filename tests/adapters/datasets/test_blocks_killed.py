@@ -182,17 +182,14 @@ def test_each_kill_costs_the_blocks_in_flight_and_no_others(jobs: Callable[[], J
     assert job.result() == wanted("one_step")
 
 
-def test_a_worker_that_is_killed_ends_the_step_and_costs_its_blocks(
+def test_a_worker_that_is_killed_costs_its_blocks_and_the_step_goes_on(
     jobs: Callable[[], Job], tmp_path: Path
 ) -> None:
     job = jobs()
-    child = job.start("one_step", 2, stop=[3 * COUNT // 4, str(tmp_path / "never")])
+    child = job.start("one_step", 2, stop=[3 * COUNT // 4, str(tmp_path / "go on")])
     workers = until(lambda: job.rows() >= 3 * COUNT // 4 and children(child))
     os.kill(workers[0], signal.SIGKILL)
-    assert job.end() == 1
-    assert "BrokenProcessPool" in job.errors.read_text()
-    until(lambda: not any(map(is_alive, workers)))
-    job.start("one_step", 2)
+    (tmp_path / "go on").touch()
     assert job.end() == 0
     assert job.result() == wanted("one_step")
     assert COUNT <= job.rows() <= COUNT + 4 * _MOST
