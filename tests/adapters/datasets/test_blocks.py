@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -27,6 +28,7 @@ from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import flip, payload
 
 _LONG = os.environ.get("CASTORE_TORTURE") == "long"
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800 if _LONG else 600)]
 #: Rows that are written at a time, so that the types of a result follow from so many.
 _FIRST = 16
 _BATCH = 7
@@ -331,7 +333,7 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=400 if _LONG else 15,
+    max_examples=300 if _LONG else 15,
     stateful_step_count=40 if _LONG else 20,
     deadline=None,
     derandomize=not _LONG,

@@ -137,6 +137,7 @@ def kept_rows(path: Path) -> int:
         return sum(entry.metadata["rows_in"] for entry in store.entries(BLOCKS_FOLDER))
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_a_pipeline_that_is_killed_again_and_again_ends_as_plain_datasets_does(
     num_proc: int, jobs: Callable[[], Job], tmp_path: Path

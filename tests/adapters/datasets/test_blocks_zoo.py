@@ -198,6 +198,11 @@ def of_arrays(sample: dict[str, Any]) -> dict[str, Any]:
     return {"kind": type(sample["number"]).__name__, "twice": sample["number"] * 2}
 
 
+def columns_seen(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"seen": list(sample.keys()), "kinds": [type(sample[name]).__name__ for name in sample]}
+
+
 def changes_nothing(sample: dict[str, Any]) -> None:
     ran()
 
@@ -463,6 +468,15 @@ MAPS: dict[str, Case] = {
     "some columns as arrays": Case(
         of_arrays, SMALL, lambda data: data.with_format("numpy", columns=["number"])
     ),
+    "columns that a format shows": Case(
+        columns_seen, SMALL, lambda data: data.with_format("numpy", columns=["number", "text"])
+    ),
+    "columns of two kinds": Case(
+        columns_seen,
+        SMALL,
+        lambda data: data.with_format("numpy", columns=["number"], output_all_columns=True),
+    ),
+    "arrays of one type": Case(columns_seen, SMALL, lambda data: data.with_format("numpy", dtype="float16")),
     "some columns as arrays beside others": Case(
         size, SMALL, lambda data: data.with_format("numpy", columns=["number"], output_all_columns=True)
     ),
@@ -566,6 +580,17 @@ def type_of_number(sample: Any) -> dict[str, Any]:
     return {"kind": type(sample["number"]).__name__}
 
 
+def test_a_step_that_is_to_run_afresh_runs_all_its_blocks(store: Store) -> None:
+    case = Case(size, SMALL)
+    for _ in range(2):
+        ran.rows = 0
+        case.cached(rows(), store, load_from_cache_file=False)
+        assert ran.rows == COUNT
+    ran.rows = 0
+    case.cached(rows(), store)
+    assert ran.rows == 0
+
+
 def bools_below_0(samples: dict[str, list[Any]]) -> dict[str, Any]:
     return {"x": [True if n < 0 else n for n in samples["number"]]}
 
@@ -604,6 +629,12 @@ def test_a_damaged_block_of_an_earlier_step_runs_again_and_the_next_step_goes_on
     with pytest.warns(CacheWarning, match="damaged and runs again"):
         first = steps[0].cached(rows(), store)
     assert told(steps[1].cached(first, store)) == told(steps[1].plain(steps[0].plain(rows())))
+
+
+def test_ranks_and_last_batches_of_processes_are_those_of_datasets(store: Store) -> None:
+    for case in (MAPS["ranked"], Case(batch, {**BATCHED, "drop_last_batch": True})):
+        plain, result = case.plain(rows(), num_proc=2), case.cached(rows(), store, num_proc=2)
+        assert result.to_list() == plain.to_list()
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------
@@ -702,16 +733,83 @@ def test_chains_give_what_datasets_gives_and_run_once(name: str, store: Store) -
         Case(in_third, SMALL, is_filter=True),
         Case(number_twice, {**SMALL, "remove_columns": "of"}),
     ]
-    plain = INPUTS[name]()
+    wanted = [INPUTS[name]()]
     for step in steps:
-        plain = step.plain(plain)
+        wanted.append(step.plain(wanted[-1]))
     for again in range(2):
         result, ran.rows = INPUTS[name](), 0
+        for step, plain in zip(steps, wanted[1:], strict=True):
+            result = step.cached(result, store)
+            assert again or told(result) == told(plain)
+        assert told(result) == told(wanted[-1])
+        assert (ran.rows == 0) == bool(again)
+        wait()
+
+
+def one_in_ten(sample: dict[str, Any]) -> bool:
+    ran()
+    return bool(sample["number"] % 10 == 0)
+
+
+def test_few_rows_of_many_blocks_are_put_together_and_a_change_costs_those_around_it(store: Store) -> None:
+    steps = [Case(one_in_ten, SMALL, is_filter=True), Case(number_twice, SMALL), Case(size, SMALL)]
+    for edit in (None, 1900, 500, 1200):
+        data = large_rows(3000)
+        if edit is not None:
+            data = data.select([n for n in range(3000) if n != edit])
+        plain, result = data, data
+        for step in steps:
+            plain = step.plain(plain)
+        ran.rows = 0
         for step in steps:
             result = step.cached(result, store)
         assert told(result) == told(plain)
-        assert (ran.rows == 0) == bool(again)
-        wait()
+        assert edit is None or ran.rows < 400
+    blocks = [entry.metadata["rows_in"] for entry in store.entries(BLOCKS_FOLDER)]
+    assert sum(count in (10, 20) for count in blocks) > 20, "no files were put together"
+
+
+def none_below_100(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": None if sample["number"] < 100 else "text"}
+
+
+def test_types_follow_from_the_rows_that_are_written_first_however_few_a_kept_file_has(store: Store) -> None:
+    steps = [Case(one_in_ten, SMALL, is_filter=True), Case(none_below_100, SMALL)]
+    plain, result = rows(), rows()
+    for step in steps:
+        plain, result = step.plain(plain), step.cached(result, store)
+    assert told(result) == told(plain)
+
+
+CHANGES: dict[str, Callable[[datasets.Dataset], datasets.Dataset]] = {
+    "shuffled": lambda data: data.shuffle(seed=3),
+    "selected": lambda data: data.select(range(5, 300, 3)),
+    "a part in the middle": lambda data: data.select(range(5, 300)),
+    "sorted": lambda data: data.sort("number", reverse=True),
+    "concatenated": lambda data: datasets.concatenate_datasets([data, data.select(range(50)), data]),
+    "joined side by side": lambda data: datasets.concatenate_datasets(
+        [data, data.select_columns("text").rename_column("text", "other")], axis=1
+    ),
+    "renamed": lambda data: data.rename_column("size", "length"),
+    "a column less": lambda data: data.remove_columns("nested"),
+    "cast": lambda data: data.cast_column("size", datasets.Value("int16")),
+    "formatted": lambda data: data.with_format("numpy", columns=["number"]),
+    "a column more": lambda data: data.add_column("more", list(range(len(data)))),
+    "flattened": lambda data: data.flatten(),
+    "filtered": lambda data: data.filter(lambda sample: sample["number"] % 3 > 0),
+    "split": lambda data: data.train_test_split(0.5, seed=1)["test"],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_kept_rows_that_are_changed_before_the_next_step_give_what_datasets_gives(
+    name: str, store: Store
+) -> None:
+    first = Case(size, SMALL)
+    kept, plain = first.cached(rows(), store), first.plain(rows())
+    for case in (Case(number_twice, SMALL), Case(number_by_batch, {**BATCHED, "with_indices": True})):
+        assert told(case.cached(kept, store)) == told(case.plain(plain))
+        assert told(case.cached(CHANGES[name](kept), store)) == told(case.plain(CHANGES[name](plain)))
 
 
 def third_of_number(samples: dict[str, list[Any]]) -> dict[str, Any]:
@@ -748,8 +846,11 @@ def test_a_last_batch_that_is_dropped_is_dropped_also_where_it_is_a_block_of_its
 ) -> None:
     case = Case(batch, {**BATCHED, "drop_last_batch": True})
     data = large_rows(count)
-    assert told(case.cached(data, store)) == told(case.plain(data))
-    assert told(case.cached(data, store)) == told(case.plain(data))
+    plain = told(case.plain(data))
+    ran.rows = 0
+    assert told(case.cached(data, store)) == plain
+    assert ran.rows == count // 10 * 10
+    assert told(case.cached(data, store)) == plain
 
 
 @pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
