@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import pyarrow as pa
 
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
@@ -222,6 +223,8 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
             continue
         except (NoRoomError, MixedAnswersError):
             return None
+        except pa.ArrowException:
+            return None  # values of several types in one column: how they are cast depends on all rows
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)
         told: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
