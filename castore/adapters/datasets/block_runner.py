@@ -180,10 +180,14 @@ class BlockRun:
             # One thread: compression uses all cores by itself.
             keeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
             workers = stack.enter_context(_workers(self._step))
-            first = 0
+            first = reused = 0
             for block in source_blocks(dataset, self._step.rule):
                 rows = self._take(block, first, keeper, workers)
                 first += rows
+                if isinstance(self._done[-1], BlockResult):
+                    bar.initial += rows  # the rate is that of rows that run
+                    reused += rows
+                    bar.set_postfix_str(f"{reused:,} reused", refresh=False)
                 bar.update(rows)
             results = [item if isinstance(item, BlockResult) else item.result() for item in self._done]
         if len({result.features == _UNCHANGED for result in results}) > 1:
@@ -191,6 +195,23 @@ class BlockRun:
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
+
+    def count(self) -> tuple[int, int] | None:
+        """The rows of the input, and those whose blocks are kept; None if that is known only after a run.
+
+        Runs nothing, and reads the input.
+        """
+        self._begin()
+        first = reused = 0
+        for block in source_blocks(self._step.dataset, self._step.rule):
+            found = find_result(self._store, self._key(block, first))
+            if found is None and self._features is None and not self._step.has_features:
+                return None
+            if found is not None:
+                self._learn(found.features, found.rows)
+                reused += found.rows_in
+            first += len(block.read()) if found is None else found.rows_in
+        return first, reused
 
     def part(self, results: Sequence[BlockResult], fingerprint: str) -> DatasetPart:
         """The step's result, for the store that has its blocks.

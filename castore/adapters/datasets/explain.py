@@ -1,6 +1,7 @@
 """Explains why a step of a pipeline is a hit or a miss: the changes since the most similar run.
 
-Compares the descriptions that are kept with each step's result; reads no data and runs nothing.
+Compares the descriptions that are kept with each step's result; reads no data and runs nothing. A pipeline
+adds the number of rows that would run, for which it reads the input.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class Explanation:
         key: the key under which the result is, or would be, kept in the cache.
         changes: on a miss, a sentence for each difference from the nearest run that is kept, or the reason
             why none is kept.
+        rows_in, rows_reused: for the first step that would run: its rows, and those whose blocks are kept;
+            None for other steps, where a step runs as one piece, and where its first block has changed, which
+            decides about all others.
     """
 
     name: str
@@ -33,9 +37,16 @@ class Explanation:
     hit: bool
     key: str
     changes: list[str]
+    rows_in: int | None = None
+    rows_reused: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.name}: {'hit' if self.hit else 'miss: ' + '; '.join(self.changes)}"
+        if self.hit:
+            return f"{self.name}: hit"
+        sentences = list(self.changes)
+        if self.rows_in is not None and self.rows_reused is not None:
+            sentences.append(f"{self.rows_in - self.rows_reused:,} of {self.rows_in:,} rows run")
+        return f"{self.name}: miss: {'; '.join(sentences)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for JSON."""

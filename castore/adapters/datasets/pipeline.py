@@ -20,9 +20,10 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockStep, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
+from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.explain import Explanation, explain, make_explanation
 from castore.adapters.datasets.lazy_dataset import LazyDataset
@@ -144,7 +145,7 @@ class Pipeline:
         pending_puts.wait()
         planned = self.plan(dataset)
         if self.use_cache:
-            return explain(self.store, self.name, planned)
+            return self._count_rows(dataset, planned, explain(self.store, self.name, planned))
         done, reason = 0, "nothing is kept, so every step runs"
         if self.use_checkpoint:
             checkpoint = Checkpoint(self.store, self.name, self.codec)
@@ -152,6 +153,23 @@ class Pipeline:
                 _source_fingerprint(planned), [step.identity() for step in planned]
             )
         return [make_explanation(step, [] if step.number < done else [reason]) for step in planned]
+
+    def _count_rows(
+        self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], told: list[Explanation]
+    ) -> list[Explanation]:
+        """The explanations, the first miss among them with the rows that a run would not run again."""
+        number = next((number for number, explanation in enumerate(told) if not explanation.hit), None)
+        if number is None:
+            return told
+        before = step_runner.load_step(self.store, planned[number - 1].name) if number else None
+        if number and before is None:
+            return told
+        rows = dataset if before is None else before.dataset
+        blocks = _Run(self, rows, ProgressMeter(self.steps, None)).in_blocks(planned[number])
+        counted = None if blocks is None else BlockRun(self.store, blocks, StorageOptions(self.codec)).count()
+        if counted is not None:
+            told[number] = dataclasses.replace(told[number], rows_in=counted[0], rows_reused=counted[1])
+        return told
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
@@ -265,7 +283,7 @@ class _Run:
 
         return make
 
-    def _in_blocks(self, planned: PlannedStep) -> BlockStep | None:
+    def in_blocks(self, planned: PlannedStep) -> BlockStep | None:
         """A step on the present dataset, as one that runs block by block; None if it cannot."""
         step, dataset = planned.step, self._dataset
         if step.kind not in BLOCK_KINDS or not can_cut(dataset):
@@ -316,7 +334,7 @@ class _Run:
                 self._options,
                 rows_in=rows,
                 temp_dir=pipeline.temp_dir,
-                blocks=self._in_blocks(step),
+                blocks=self.in_blocks(step),
             )
             self._dataset = outcome.dataset
             seconds = time.perf_counter() - began

@@ -206,3 +206,26 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     result = Pipeline(operators, store=store).run(less)
     assert 0 < Ran.rows < 6 * 8 * ROWS
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)
+
+
+def test_explain_tells_how_many_rows_would_run(store: Store) -> None:
+    def shout(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"text": sample["text"].upper()}
+
+    rows = datasets.Dataset.from_dict({"text": [f"{n} " + "word " * (n % 40) for n in range(3000)]})
+    with small_blocks():
+        pipeline = Pipeline([shout], store=store)
+        pipeline.run(rows)
+        edited = datasets.concatenate_datasets([rows, datasets.Dataset.from_dict({"text": ["one more"]})])
+        [told] = pipeline.explain(edited)
+        [ran] = pipeline.run(edited).steps
+        assert told.rows_in == ran.rows_in == 3001
+        assert told.rows_reused == ran.rows_reused
+        assert 1000 < ran.rows_reused < 3001
+        assert str(told) == (
+            f"{told.name}: miss: the input dataset has changed; {3001 - ran.rows_reused} of 3,001 rows run"
+        )
+        [again] = pipeline.explain(edited)
+        assert (again.hit, again.rows_in) == (True, None)
+        [told] = pipeline.explain(edited.select(range(1, 3000)))  # the first block decides about the others
+        assert not told.hit
