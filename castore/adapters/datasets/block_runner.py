@@ -52,6 +52,8 @@ from castore.system import worker_processes
 _VERSION = 1
 # One block in so many rows may be unlike the others; so much of a step says how large its result will be.
 _SHOWS_SIZE = 1 / 20
+# Formats in which a function sees Arrow's chunks, or what follows from them.
+_AS_IT_LIES = ("arrow", "pandas", "polars")
 # In the place of a result's features: the step has changed nothing.
 _UNCHANGED = "null"
 
@@ -110,14 +112,28 @@ class BlockStep(NamedTuple):
 def can_cut(dataset: datasets.Dataset) -> bool:
     """Whether a dataset is large enough for blocks, and its rows say all that a step gets to see.
 
-    Rows of images may name files, which count too. A search index sees all rows.
+    Rows of images may name files, which count too. A search index sees all rows. In Arrow's and pandas'
+    formats a function sees how rows that were picked lie in memory.
     """
-    if not len(dataset) or dataset.list_indexes() or dataset._format_type == "custom":
+    if not len(dataset) or dataset.list_indexes() or not _is_json(dataset._format_kwargs):
+        return False
+    if dataset._format_type == "custom" or (
+        dataset._indices is not None and dataset._format_type in _AS_IT_LIES
+    ):
         return False
     if any(require_storage_embed(feature) for feature in dataset.features.values()):
         return False
     average = int(dataset._data.nbytes) / max(1, len(dataset._data))
     return not is_small(len(dataset), int(average * len(dataset)))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a dataset with such a format can be kept."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class _Written(NamedTuple):
@@ -184,7 +200,7 @@ class BlockRun:
             for block in source_blocks(dataset, self._step.rule):
                 rows = self._take(block, first, keeper, workers)
                 first += rows
-                if isinstance(self._done[-1], BlockResult):
+                if isinstance(self._done[-1], BlockResult) and not bar.disable:
                     bar.initial += rows  # the rate is that of rows that run
                     reused += rows
                     bar.set_postfix_str(f"{reused:,} reused", refresh=False)

@@ -183,6 +183,8 @@ def _in_blocks(
     is_batched, size = arguments["batched"], arguments["batch_size"]
     if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset):
         return None
+    if num_proc < 1:
+        return None  # `map` says what is wrong
     is_numbered = arguments["with_indices"]
     if (is_numbered and inspect.iscoroutinefunction(function)) or (arguments["with_rank"] and num_proc > 1):
         return None

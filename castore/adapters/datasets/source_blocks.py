@@ -24,8 +24,9 @@ from castore.records import Blob
 
 # Kept datasets that no step made have files of 128 MiB. A step's files may be large where its rows grew.
 _LARGEST_FILE = 64 * 1024 * 1024
-# Smaller files are put together: a strict filter leaves few rows of each block.
-_SMALLEST_FILE = TARGET_BYTES // 4
+# Smaller files are put together: a strict filter leaves few rows of each block. Many rows of a few bytes each
+# are more than that.
+_SMALLEST_FILE = TARGET_BYTES // 128
 
 
 class SourceBlock(NamedTuple):
@@ -77,7 +78,7 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
         group.append(file)
         size += file.blob.size
         chance = int.from_bytes(file.blob.digest[:4], "little") * _SMALLEST_FILE
-        is_whole = chance < file.blob.size << 32 or size >= TARGET_BYTES
+        is_whole = chance < file.blob.size << 32 or size >= 4 * _SMALLEST_FILE
         if is_whole and is_first and first_rows:
             is_whole = sum(len(item.table.read_file(item.place)) for item in group) >= first_rows
         if is_whole or number == len(files):

@@ -89,7 +89,8 @@ def open_lazy_table(
         CorruptError: a file is damaged, or its bytes are gone.
     """
     blobs = [blob for _, blob in files]
-    if all(blob.size <= SMALL_BYTES or (blob.codec == "none" and blob.pack == LOOSE) for blob in blobs):
+    raw = all(blob.codec == "none" and blob.pack == LOOSE for blob in blobs)
+    if raw or sum(blob.size for blob in blobs) <= SMALL_BYTES:
         return None
     if not all(blob.is_here for blob in blobs) or not _may_open(sum(blob.pack == LOOSE for blob in blobs)):
         return None

@@ -204,7 +204,7 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     Ran.rows = 0
     less = data.select([n for n in range(COUNT) if n != 1400])
     result = Pipeline(operators, store=store).run(less)
-    assert 0 < Ran.rows < 6 * 8 * ROWS
+    assert 0 < Ran.rows < 6 * 12 * ROWS
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)
 
 
