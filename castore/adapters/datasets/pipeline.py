@@ -165,6 +165,8 @@ class Pipeline:
         if number and before is None:
             return told
         rows = dataset if before is None else before.dataset
+        if rows.info.features is None:
+            return told  # an input that was never read
         blocks = _Run(self, rows, ProgressMeter(self.steps, None)).in_blocks(planned[number])
         counted = None if blocks is None else BlockRun(self.store, blocks, StorageOptions(self.codec)).count()
         if counted is not None:
