@@ -18,7 +18,7 @@ from castore.remote.fetcher_client import FetcherClient
 from castore.remote.pages import FRAME, Row, frame_of
 from castore.system.forks import reset_after_fork
 
-#: What says that fetched bytes cannot be kept.
+#: Errors of a store that has no room to keep fetched bytes.
 NOT_KEPT = (FullError, TooLargeError)
 #: Stored bytes, and frames, that come in one answer at most, if one frame is not larger.
 STRETCH_BYTES, STRETCH_FRAMES = 1 << 20, 64

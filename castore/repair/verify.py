@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """What is wrong with a blob, and whether its bytes are lost."""
+    """The reason why a blob is bad, and whether its bytes are lost."""
 
     why: str
     lost: bool

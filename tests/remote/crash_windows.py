@@ -152,7 +152,7 @@ def _be_the_process_of_calls() -> None:
         }  # fmt: skip
         return json.loads(json.dumps(transfer._do(request)))
 
-    # A lazy pull has the store's fetcher started beside it, which would come between the fetchers of the windows.
+    # A lazy pull has the store's fetcher started beside it: that one would come between those of the windows.
     FetcherClient.prepare = lambda self, remote: None  # type: ignore[method-assign]
     Remote._call = call  # type: ignore[method-assign, assignment]
 

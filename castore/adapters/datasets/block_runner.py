@@ -66,7 +66,7 @@ class MixedAnswersError(Exception):
 
 
 class BlockCall(NamedTuple):
-    """What an operator gets to know of the block that it runs on.
+    """A block for an operator, with the place and the form of its result.
 
     Attributes:
         rows: the block.

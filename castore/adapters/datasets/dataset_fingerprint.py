@@ -159,7 +159,7 @@ def _digests(table: Table, store: Store | None) -> list[str] | None:
 
 
 def format_digest(dataset: datasets.Dataset) -> list[Any]:
-    """What a function sees of a dataset's format, in the form of `castore.key`; empty without a format."""
+    """The part of a dataset's format that a function sees, for `castore.key`; empty without a format."""
     shown = dataset._format_columns
     # Naming all columns is the same as naming none.
     columns = None if shown is None or set(shown) == set(dataset.column_names) else sorted(shown)

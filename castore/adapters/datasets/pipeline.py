@@ -342,8 +342,8 @@ class _Run:
             seconds = time.perf_counter() - began
             outcomes.append((step, outcome))
             self._drop_unused([earlier.dataset for _, earlier in outcomes if not earlier.size.done()])
-            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None))
-            reports[-1] = dataclasses.replace(reports[-1], rows_reused=outcome.rows_reused)
+            reused = outcome.rows_reused
+            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, reused))
             self._meter.end(step.number, reports[-1])
         # The size is known once the result is stored.
         for step, outcome in outcomes:
@@ -373,8 +373,7 @@ class _Run:
             record = self._record(step) or history.get(step.key, {})
             size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
-            reports.append(_report(step, True, *rows, 0.0, size))
-            reports[-1] = dataclasses.replace(reports[-1], rows_reused=rows[0] or 0)
+            reports.append(_report(step, True, *rows, 0.0, size, rows[0] or 0))
             self._meter.end(step.number, reports[-1])
         return reports
 
@@ -454,7 +453,9 @@ def _report(
     rows_out: int | None,
     seconds: float,
     size: dataset_entries.DatasetSize | None,
+    rows_reused: int = 0,
 ) -> StepReport:
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""
-    return StepReport(step.step.name, step.step.kind, hit, rows_in, rows_out, seconds, logical, stored, key)
+    name, kind = step.step.name, step.step.kind
+    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, rows_reused)

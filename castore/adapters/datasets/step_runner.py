@@ -36,11 +36,7 @@ from castore.adapters.datasets.dataset_fingerprint import check_files, note_file
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import CacheWarning
-from castore.adapters.datasets.tables import (
-    DatasetPart,
-    fingerprint_of_key,
-    make_part,
-)
+from castore.adapters.datasets.tables import DatasetPart, fingerprint_of_key, make_part
 from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError, TooLargeError
 from castore.keys.encoder import key
 from castore.store import Store

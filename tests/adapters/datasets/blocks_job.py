@@ -1,7 +1,7 @@
 """A program that runs steps in small blocks, each time in a child of its own that tests may kill.
 
-It reads one job a line, in JSON, forks a child for it, and prints the child's process id, then the status that
-the child ended with. So a kill costs no start of Python. The child writes one byte for each row that runs,
+It reads one job a line, in JSON, forks a child for it, and prints the child's process id, then the status
+that the child ended with. So a kill costs no start of Python. The child writes one byte for each row that runs,
 whatever process runs it, and what it made of all rows.
 """
 

@@ -62,7 +62,7 @@ class Job:
         return int(self._process.stdout.readline())
 
     def result(self) -> Any:
-        """What the last child made of all rows."""
+        """The result of the last child, over all rows."""
         return json.loads(self._files["out"].read_text())
 
     def rows(self) -> int:

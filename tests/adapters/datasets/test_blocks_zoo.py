@@ -80,7 +80,7 @@ def rows(count: int = COUNT, first: int = 0) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns, features=features, split=datasets.Split.TRAIN)
 
 
-# --- functions --------------------------------------------------------------------------------------------------
+# --- functions ----------------------------------------------------------------------------------------------
 
 
 def size(sample: dict[str, Any]) -> dict[str, Any]:
@@ -385,7 +385,7 @@ async def is_even_later(sample: dict[str, Any]) -> bool:
     return bool(sample["number"] % 2 == 0)
 
 
-# --- cases ------------------------------------------------------------------------------------------------------
+# --- cases --------------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -638,7 +638,7 @@ def test_ranks_and_last_batches_of_processes_are_those_of_datasets(store: Store)
         assert result.to_list() == plain.to_list()
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------
+# --- inputs -------------------------------------------------------------------------------------------------
 
 INPUTS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: rows().shuffle(seed=5),

@@ -159,7 +159,7 @@ def _digests(table: pa.Table, rule: Cut = BY_CONTENT) -> list[str]:
     return [table_digest(block) for block in cut([table], rule)]
 
 
-# --- however the rows come --------------------------------------------------------------------------------------
+# --- however the rows come ----------------------------------------------------------------------------------
 
 
 _RULES = [Cut(), Cut(multiple=7), Cut(multiple=1), Cut(first_rows=90)]
@@ -254,7 +254,7 @@ def test_sizes_are_those_of_the_values() -> None:
     assert _sizes(table) == [300 + 800 + 302 + 1, 600 + 302 + 1, 302 + 1, 80 + 302 + 1]
 
 
-# --- what a change costs -----------------------------------------------------------------------------------------
+# --- what a change costs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -300,7 +300,7 @@ def test_a_shuffle_of_blocks_costs_the_seams_alone() -> None:
     assert len(set(after) - set(before)) <= 6
 
 
-# --- by position ----------------------------------------------------------------------------------------------------
+# --- by position --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("multiple", [1, 3, 32, 100, 10_000])

@@ -348,7 +348,7 @@ def test_a_program_that_ends_at_once_has_stored_its_results(store: Store, tmp_pa
 def test_storing_does_not_delay_whoever_goes_on(
     store: Store, texts: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is blocked, and the next step still gets its input. A step of many blocks is kept as it runs."""
+    """The store is blocked, and the next step still gets its input. A step of many blocks waits."""
     texts = texts.select(range(20))  # one block
     with store.index.write():  # no other connection can commit
         first = cached_map(texts, size, store=store)
