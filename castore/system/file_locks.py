@@ -8,6 +8,7 @@ child must close inherited descriptors.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -20,6 +21,17 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, 
 def lock_byte(fd: int, place: int) -> None:
     """Wait for the exclusive lock of the byte at offset ``place``. The byte need not exist."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+
+
+def try_lock_byte(fd: int, place: int) -> bool:
+    """Take the exclusive lock of the byte at offset ``place``, unless it is held."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
 
 
 def unlock_byte(fd: int, place: int) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import blake3
 
 from castore.errors import InvalidValueError
-from castore.system.file_locks import close_inherited, lock_byte, unlock_byte
+from castore.system.file_locks import close_inherited, lock_byte, try_lock_byte, unlock_byte
 from castore.system.forks import reset_after_fork
 from castore.system.temporary import open_with_mode
 
@@ -53,7 +53,7 @@ class ComputeLocks:
             InvalidValueError: this thread holds the lock already, and would wait for itself for ever.
         """
         owner = os.getpid()
-        held: set[str] = self._held.__dict__.setdefault("keys", set())
+        held = self._held_here()
         if key in held:
             raise InvalidValueError(
                 f"this thread is computing {key!r} already: the computation asks for its own result"
@@ -70,6 +70,45 @@ class ComputeLocks:
             if os.getpid() == owner:  # a child that was forked in this block holds no lock
                 self._leave(key)
 
+    def claim(self, key: str) -> Callable[[], None] | None:
+        """Take the lock of ``key`` unless a thread or process holds it; never waits.
+
+        Returns:
+            A function that releases the lock, for any thread of this process; None if the lock is held.
+        """
+        owner, held = os.getpid(), self._held_here()
+        with self._guard:
+            lock, users = self._threads.get(key, (threading.Lock(), 0))
+            if not lock.acquire(blocking=False):
+                return None
+            self._threads[key] = lock, users + 1
+        stack = contextlib.ExitStack()
+        stack.callback(self._leave, key)
+        stack.callback(lock.release)
+        try:
+            fd = open_with_mode(self._path, os.O_RDWR, self._mode)
+            stack.callback(os.close, fd)
+            if not try_lock_byte(fd, _place(key)):
+                stack.close()
+                return None
+        except BaseException:
+            stack.close()
+            raise
+        held.add(key)
+
+        def release() -> None:
+            if os.getpid() == owner:  # a child that was forked since then holds no lock
+                held.discard(key)
+                unlock_byte(fd, _place(key))
+                stack.close()
+
+        return release
+
+    def _held_here(self) -> set[str]:
+        """The keys that this thread holds."""
+        held: set[str] = self._held.__dict__.setdefault("keys", set())
+        return held
+
     def _leave(self, key: str) -> None:
         with self._guard:
             lock, users = self._threads[key]
@@ -80,8 +119,7 @@ class ComputeLocks:
 
     @contextlib.contextmanager
     def _process_lock(self, key: str) -> Iterator[None]:
-        place = int.from_bytes(blake3.blake3(key.encode()).digest(8), "little") >> 2
-        owner = os.getpid()
+        place, owner = _place(key), os.getpid()
         fd = open_with_mode(self._path, os.O_RDWR, self._mode)
         try:
             lock_byte(fd, place)
@@ -93,3 +131,8 @@ class ComputeLocks:
         finally:
             if os.getpid() == owner:
                 os.close(fd)
+
+
+def _place(key: str) -> int:
+    """The byte of the lock file that stands for a key."""
+    return int.from_bytes(blake3.blake3(key.encode()).digest(8), "little") >> 2

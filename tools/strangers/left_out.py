@@ -29,6 +29,7 @@ _UNCHANGED = (
     "asks for the input's fingerprint where the function changed nothing; castore names every result by its "
     "step's key"
 )
+_OWN_WORDS = "asks for datasets' sentence about a worker that dies; castore names the step"
 _TWICE = "counts what one call does, and here every step is asked for twice"
 _HUB = "loads a tokenizer from a hub, and nothing here fetches"
 _WHERE_IN_MEMORY = "counts the tables that a result in memory is made of; castore's step writes a file"
@@ -85,6 +86,11 @@ LEFT_OUT: dict[str, dict[str, str]] = {
         **_DATASETS,
         r"BaseDatasetTest::test_map_load_from_cache_file_false_progress_bar_starts_at_zero_on_disk": _TWICE,
         r"BaseDatasetTest::test_map_stateful_callable_.*": _TWICE,
+    },
+    "datasets, in blocks": {
+        **_DATASETS,
+        r"test_dataset_add_item\[item\d-True-transform3\]": _WHERE_IN_MEMORY,
+        r"BaseDatasetTest::test_map_crash_subprocess_.*": _OWN_WORDS,
     },
     "fingerprints": {
         r"TokenizersHashTest::test_hash_tokenizer(_with_cache)?": _HUB,

@@ -48,6 +48,14 @@ SUITES = (
         "tools.strangers.for_datasets_kept",
     ),
     Suite(
+        "datasets, in blocks",
+        "the same as the first, and blocks have four rows or so",
+        *_HUGGING_FACE,
+        ("tests/test_arrow_dataset.py", "tests/conftest.py"),
+        ("tests/test_arrow_dataset.py",),
+        "tools.strangers.for_datasets_in_blocks",
+    ),
+    Suite(
         "fingerprints",
         "`Hasher.hash` is `operator_fingerprint`",
         *_HUGGING_FACE,

@@ -24,6 +24,8 @@ from castore.store import Store
 
 #: The folder of the results of blocks, each named by its key.
 BLOCKS_FOLDER = ".datasets/blocks"
+#: The reason of a step whose results push each other out.
+NO_ROOM = "the store has no room for the results of all blocks"
 
 
 class BlockResult(NamedTuple):
@@ -48,8 +50,8 @@ class BlockResult(NamedTuple):
     reused: bool
 
 
-class NoRoomError(Exception):
-    """A result does not fit into the store's budget, or onto its disk."""
+class NotInBlocksError(Exception):
+    """A step cannot run block by block; the message is the reason."""
 
 
 def find_result(store: Store, key: str) -> BlockResult | None:
@@ -97,7 +99,7 @@ def put_result(
     """Keep the result of a block.
 
     Raises:
-        NoRoomError: it does not fit into the budget, or onto the disk.
+        NotInBlocksError: it does not fit into the budget, or onto the disk.
     """
     try:
         entry = store.put_file(
@@ -109,5 +111,5 @@ def put_result(
             metadata={"rows_in": rows_in, "rows": rows, "features": features},
         )
     except (FullError, TooLargeError) as error:
-        raise NoRoomError from error
+        raise NotInBlocksError(NO_ROOM) from error
     return BlockResult(key, entry.digest, rows_in, rows, features, entry.size, entry.stored, False)

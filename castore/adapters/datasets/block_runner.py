@@ -8,6 +8,10 @@ alone would have looked like.
 A block's result is kept as soon as it is there. So a run that ends early leaves all its blocks but those in
 flight, and the next run goes on after them.
 
+Runs of one step at once, in any threads and processes, share its blocks. A run claims each block that it
+makes, passes over blocks that others have claimed, and waits for those at its end. A claim is a lock: it ends
+with its process, and then the block is free again.
+
 Must never keep a result that an operator's exception, or a dead worker, has cut short.
 """
 
@@ -17,23 +21,28 @@ import contextlib
 import json
 import multiprocessing
 import os
+import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
+from datasets import arrow_writer
 from datasets.features.features import require_storage_embed
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_entries import (
+    BLOCKS_FOLDER,
+    NO_ROOM,
     BlockResult,
-    NoRoomError,
+    NotInBlocksError,
     find_result,
     put_result,
     write_result,
@@ -41,6 +50,7 @@ from castore.adapters.datasets.block_entries import (
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import format_digest
+from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
@@ -56,13 +66,12 @@ _SHOWS_SIZE = 1 / 20
 _AS_IT_LIES = ("arrow", "pandas", "polars")
 # In the place of a result's features: the step has changed nothing.
 _UNCHANGED = "null"
+_MIXED_ANSWERS = (
+    "the function returns None for some rows and results for others, and what `datasets` makes of that "
+    "depends on the first row and the last one of all; return None for all rows or for none"
+)
 
-
-class MixedAnswersError(Exception):
-    """A function returns None for some rows and results for others.
-
-    What `datasets` makes of that depends on the first row and the last one of all.
-    """
+Release: TypeAlias = Callable[[], None]
 
 
 class BlockCall(NamedTuple):
@@ -167,64 +176,104 @@ class BlockRun:
         self._store = store
         self._step = step
         self.options = options
-        self._format = format_digest(step.dataset)
         self._temp_dir = temp_dir
         self._fresh = fresh
-        self._begin()
-
-    def _begin(self) -> None:
-        self._features: str | None = None
-        self._done: list[BlockResult | Future[BlockResult]] = []
-        self._waiting: deque[Future[BlockResult]] = deque()
-        self._rows_kept, self._bytes_kept = 0, 0
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
 
         Raises:
-            NoRoomError: the store has no room for a result.
-            MixedAnswersError: the step cannot run block by block.
+            NotInBlocksError: the step cannot run block by block, or the store has no room.
             Exception: an exception of the operator; the blocks before that one are kept.
         """
-        self._begin()
-        started, dataset = time.time(), self._step.dataset
+        started, step = time.time(), self._step
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(
-                datasets.utils.tqdm(desc=self._step.title, total=len(dataset), unit=" examples")
+                datasets.utils.tqdm(desc=step.title, total=len(step.dataset), unit=" examples")
             )
             stack.enter_context(_no_other_bars())
-            # One thread: compression uses all cores by itself.
-            keeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
-            workers = stack.enter_context(_workers(self._step))
-            first = reused = 0
-            for block in source_blocks(dataset, self._step.rule):
-                rows = self._take(block, first, keeper, workers)
-                first += rows
-                if isinstance(self._done[-1], BlockResult) and not bar.disable:
-                    bar.initial += rows  # the rate is that of rows that run
-                    reused += rows
-                    bar.set_postfix_str(f"{reused:,} reused", refresh=False)
-                bar.update(rows)
-            results = [item if isinstance(item, BlockResult) else item.result() for item in self._done]
+            maker = _Maker(self._store, step, self.options, self._temp_dir, _Progress(step, bar))
+            stack.enter_context(maker)
+            while (results := self._try_all(maker)) is None:
+                continue  # another run has ended without a block that it had claimed
         if len({result.features == _UNCHANGED for result in results}) > 1:
-            raise MixedAnswersError
+            raise NotInBlocksError(_MIXED_ANSWERS)
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
+
+    def _try_all(self, maker: _Maker) -> list[BlockResult] | None:
+        """Take the results that are there, and make those that nobody else makes.
+
+        Returns:
+            All results; None if another run has claimed a block, and not kept it.
+        """
+        keys, first = _Keys(self._step), 0
+        done: list[BlockResult | Future[BlockResult] | _Elsewhere] = []
+        for number, block in enumerate(source_blocks(self._step.dataset, self._step.rule)):
+            digits = keys.of(block, first)
+            found = self._find_or_claim(digits, keys)
+            if isinstance(found, BlockResult):
+                keys.learn(found)
+                maker.note(number, found)
+                done.append(found)
+                first += found.rows_in
+                continue
+            rows = _read(block, found)
+            if found is None:
+                done.append(_Elsewhere(number, digits))
+            else:
+                made = maker.make(number, rows, first, keys.features, digits, found)
+                done.append(made)
+                if not keys.are_final:
+                    keys.learn(made.result())
+            first += len(rows)
+        kept = [item.result() if isinstance(item, Future) else item for item in done]
+        results = []
+        for item in kept:
+            result = self._wait_for(item.key) if isinstance(item, _Elsewhere) else item
+            if result is None:
+                return None
+            if isinstance(item, _Elsewhere):
+                maker.note(item.number, result)
+            results.append(result._replace(reused=result.key not in maker.made))
+        return results
+
+    def _find_or_claim(self, digits: str, keys: _Keys) -> BlockResult | Release | None:
+        """The result of a block; or a claim of it; None if another run has claimed it."""
+        if self._fresh:
+            return lambda: None
+        locks, name = store_locks(self._store), _claim_of(digits)
+        while (found := find_result(self._store, digits)) is None:
+            release = locks.claim(name)
+            if release is not None:
+                if (found := find_result(self._store, digits)) is None:
+                    return release
+                release()  # it was kept a moment ago
+            elif keys.are_final:
+                return None
+            else:
+                self._wait_for(digits)  # the keys of all other blocks need its features
+        return found
+
+    def _wait_for(self, digits: str) -> BlockResult | None:
+        """The result of a block that another run has claimed; None if that run ends without it."""
+        with store_locks(self._store).hold(_claim_of(digits)):
+            return find_result(self._store, digits)
 
     def count(self) -> tuple[int, int] | None:
         """The rows of the input, and those whose blocks are kept; None if that is known only after a run.
 
         Runs nothing, and reads the input.
         """
-        self._begin()
+        keys = _Keys(self._step)
         first = reused = 0
         for block in source_blocks(self._step.dataset, self._step.rule):
-            found = find_result(self._store, self._key(block, first))
-            if found is None and self._features is None and not self._step.has_features:
+            found = find_result(self._store, keys.of(block, first))
+            if found is None and not keys.are_final:
                 return None
             if found is not None:
-                self._learn(found.features, found.rows)
+                keys.learn(found)
                 reused += found.rows_in
             first += len(block.read()) if found is None else found.rows_in
         return first, reused
@@ -250,46 +299,28 @@ class BlockRun:
             lambda digests: describe_dataset(told, len(digests), rows),
         )
 
-    def _take(self, block: SourceBlock, first: int, keeper: Executor, workers: Executor | None) -> int:
-        """Find the result of a block, or begin to make it; returns the block's rows."""
-        digits = self._key(block, first)
-        found = None if self._fresh else find_result(self._store, digits)
-        if found is not None:
-            self._done.append(found)
-            self._learn(found.features, found.rows)
-            if self._step.tell is not None:
-                self._step.tell(found.rows_in)
-            return found.rows_in
-        rows = block.read()
-        file = scratch.new_file(self._store, self._temp_dir)
-        given = rows, first, self._features, file, digits
-        is_shared = workers is not None and (self._features is not None or self._step.has_features)
-        if is_shared:
-            assert workers is not None
-            written = workers.submit(_run_in_worker, _as_stream(rows), *given[1:])
-        else:
-            written = Future()
-            try:
-                written.set_result(_run_block(self._step, *given))
-            except BaseException:
-                scratch.remove(file)
-                raise
-        future = keeper.submit(self._keep, written, digits, len(rows), file, counted=not is_shared)
-        self._done.append(future)
-        self._waiting.append(future)
-        if self._features is None and not self._step.has_features:
-            made = written.result()
-            self._learn(made.features, made.rows)
-        while len(self._waiting) > self._step.num_proc + 1:
-            self._waiting.popleft().result()
-        return len(rows)
 
-    def _learn(self, features: str, rows: int) -> None:
-        """Remember the features of the first result that has rows."""
-        if self._features is None and rows and not self._step.has_features:
-            self._features = features
+class _Keys:
+    """The keys of a step's blocks. Those behind the first have the features of the result in them."""
 
-    def _key(self, block: SourceBlock, first: int) -> str:
+    def __init__(self, step: BlockStep) -> None:
+        self._step = step
+        self._format = format_digest(step.dataset)
+        #: The features of the first result that has rows, in JSON; None if none is known, or needed.
+        self.features: str | None = None
+
+    @property
+    def are_final(self) -> bool:
+        """Whether no result of another block can change them any more."""
+        return self.features is not None or self._step.has_features
+
+    def learn(self, result: BlockResult) -> None:
+        """Take note of the features of a result."""
+        if result.rows and not self.are_final:
+            self.features = result.features
+
+    def of(self, block: SourceBlock, first: int) -> str:
+        """The key of the next block, whose first row has that number."""
         return key(
             {
                 "version": _VERSION,
@@ -297,33 +328,164 @@ class BlockRun:
                 "features": str(self._step.dataset.features),
                 "format": self._format,
                 "step": self._step.counted,
-                "result": self._features,
+                "result": self.features,
                 "first": first if self._step.is_numbered else None,
             }
         )
 
+
+class _Progress:
+    """The rows that are done, for a bar and a callback. Each block counts once, however often it is seen."""
+
+    def __init__(self, step: BlockStep, bar: Any) -> None:
+        self._tell, self._bar = step.tell, bar
+        self._seen: set[int] = set()
+        self._reused = 0
+        self._guard = threading.Lock()
+
+    def count(self, block: int, rows: int, *, reused: bool) -> None:
+        """Count a block whose result is there."""
+        with self._guard:
+            if block in self._seen:
+                return
+            self._seen.add(block)
+            if reused and not self._bar.disable:
+                self._bar.initial += rows  # the rate is that of rows that run
+                self._reused += rows
+                self._bar.set_postfix_str(f"{self._reused:,} reused", refresh=False)
+            self._bar.update(rows)
+            if self._tell is not None:
+                self._tell(rows)
+
+
+class _Elsewhere(NamedTuple):
+    """A block that another run has claimed: its place, and the key of its result."""
+
+    number: int
+    key: str
+
+
+def _read(block: SourceBlock, release: Release | None) -> pa.Table:
+    """The rows of a block; its claim ends if they cannot be read."""
+    try:
+        return block.read()
+    except BaseException:
+        if release is not None:
+            release()
+        raise
+
+
+def _claim_of(digits: str) -> str:
+    """The name of the lock that is the claim of a block."""
+    return f"{BLOCKS_FOLDER}/{digits}"
+
+
+class _Maker:
+    """Makes the results of blocks, here or in the step's processes, and has them kept; a context.
+
+    Args:
+        store, step, options, temp_dir: of the run.
+        progress: counts blocks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        step: BlockStep,
+        options: StorageOptions,
+        temp_dir: str | os.PathLike[str] | None,
+        progress: _Progress,
+    ) -> None:
+        self._store = store
+        self._step = step
+        self._options = options
+        self._temp_dir = temp_dir
+        self._progress = progress
+        self._stack = contextlib.ExitStack()
+        self._waiting: deque[Future[BlockResult]] = deque()
+        self._rows_kept, self._bytes_kept = 0, 0
+        #: The keys of all results that were made.
+        self.made: set[str] = set()
+
+    def __enter__(self) -> _Maker:
+        # One thread: compression uses all cores by itself.
+        self._keeper = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
+        self._workers = self._stack.enter_context(_workers(self._step))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
+
+    def note(self, number: int, found: BlockResult) -> None:
+        """Count a block whose result was there."""
+        self._progress.count(number, found.rows_in, reused=found.key not in self.made)
+
+    def make(
+        self,
+        number: int,
+        rows: pa.Table,
+        first: int,
+        features: str | None,
+        digits: str,
+        release: Release,
+    ) -> Future[BlockResult]:
+        """Make a block's result; waits while many others are being made.
+
+        Args:
+            number: the block's place.
+            rows, first: the block, and the number of its first row.
+            features: the features of the result, in JSON; None to find them.
+            digits: the result's key.
+            release: ends the claim of the block.
+        """
+        try:
+            file = scratch.new_file(self._store, self._temp_dir)
+            try:
+                written = self._run(rows, first, features, file, digits)
+            except BaseException:
+                scratch.remove(file)
+                raise
+        except BaseException:
+            release()
+            raise
+        made = self._keeper.submit(self._keep, number, written, digits, len(rows), file, release)
+        self._waiting.append(made)
+        while len(self._waiting) > self._step.num_proc + 1:
+            self._waiting.popleft().result()
+        return made
+
+    def _run(
+        self, rows: pa.Table, first: int, features: str | None, file: Path, digits: str
+    ) -> Future[_Written]:
+        if self._workers is not None:  # the first block too: an operator's crash must not end this process
+            return self._workers.submit(_run_in_worker, _as_stream(rows), first, features, file, digits)
+        written: Future[_Written] = Future()
+        written.set_result(_run_block(self._step, rows, first, features, file, digits))
+        return written
+
     def _keep(
-        self, written: Future[_Written], digits: str, rows: int, file: Path, counted: bool
+        self, number: int, written: Future[_Written], digits: str, rows: int, file: Path, release: Release
     ) -> BlockResult:
         try:
             made = written.result()
-            result = put_result(self._store, digits, made.path, rows, made.rows, made.features, self.options)
+            result = put_result(self._store, digits, made.path, rows, made.rows, made.features, self._options)
+            self.made.add(digits)
         finally:
             scratch.remove(file)
+            release()
         self._check_room(result)
-        if not counted and self._step.tell is not None:
-            self._step.tell(rows)
+        self._progress.count(number, rows, reused=False)
         return result
 
     def _check_room(self, result: BlockResult) -> None:
-        """Raise NoRoomError if not all results will fit: later blocks would push earlier ones out."""
+        """Check that all results will fit: later ones would push earlier ones out."""
         self._rows_kept += result.rows_in
         self._bytes_kept += result.stored
         rows, most = len(self._step.dataset), self._store.settings.max_size
         if most is None or self._rows_kept < rows * _SHOWS_SIZE:
             return
         if self._bytes_kept * rows > most * self._rows_kept:
-            raise NoRoomError
+            raise NotInBlocksError(NO_ROOM)
 
 
 def _parse(features: str) -> datasets.Features:
@@ -356,13 +518,25 @@ def _run_block(
     except AttributeError as error:
         # The first row that a writer is needed for opens it, unless an earlier row got None.
         if "'NoneType' object has no attribute 'write" in str(error):
-            raise MixedAnswersError from error
+            raise NotInBlocksError(_MIXED_ANSWERS) from error
         raise
+    except pa.ArrowException as error:
+        if not _is_of_writer(error):
+            raise
+        raise NotInBlocksError(
+            "values of several types are in one column, and how they are cast depends on all rows "
+            f"({error}); convert them in the function"
+        ) from error
     is_unchanged = result._indices is None and result._data.table is block._data.table
     if features is not None and is_unchanged != (features == _UNCHANGED):
-        raise MixedAnswersError
+        raise NotInBlocksError(_MIXED_ANSWERS)
     made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     return _Written(write_result(result, str(file)), len(result), made)
+
+
+def _is_of_writer(error: BaseException) -> bool:
+    """Whether an error was raised where `datasets` writes results, not by the operator itself."""
+    return any(frame.filename == arrow_writer.__file__ for frame in traceback.extract_tb(error.__traceback__))
 
 
 # --- other processes ----------------------------------------------------------------------------------------

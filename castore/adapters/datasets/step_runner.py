@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import pyarrow as pa
 
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
-from castore.adapters.datasets.block_entries import NoRoomError
-from castore.adapters.datasets.block_runner import BlockRun, BlockStep, MixedAnswersError
+from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
+from castore.adapters.datasets.block_runner import BlockRun, BlockStep
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
@@ -169,14 +168,17 @@ def run_or_load(
         found.size.result()
     if not fresh and (hit := load_step(store, name)) is not None:
         return hit
+    one_piece = ""
+    if blocks is not None:
+        run = BlockRun(store, blocks, options, temp_dir, fresh=fresh)
+        try:
+            return _run_in_blocks(store, name, run, record)
+        except NotInBlocksError as error:
+            one_piece = str(error)
     with contextlib.ExitStack() as stack:
         stack.enter_context(store_locks(store).hold(name))
         if not fresh and (hit := load_step(store, name)) is not None:
             return hit
-        if blocks is not None:
-            run = BlockRun(store, blocks, options, temp_dir, fresh=fresh)
-            if (outcome := _run_in_blocks(store, name, run, record)) is not None:
-                return outcome
         began = time.perf_counter()
         dataset = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
         seconds = time.perf_counter() - began
@@ -184,6 +186,12 @@ def run_or_load(
         snapshot = private_copy(dataset)
         note_files(snapshot)
         lock = stack.pop_all()
+    if one_piece:
+        warnings.warn(
+            f"the step {name!r} ran as one piece, so a change of its input runs all of it again: {one_piece}",
+            CacheWarning,
+            stacklevel=4,
+        )
 
     part = make_part(snapshot)
 
@@ -204,8 +212,12 @@ def run_or_load(
     return _pending_outcome(pending_puts.submit(store.path, name, snapshot, record, put), hit=False)
 
 
-def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome | None:
-    """Run a step block by block, and keep it; None if it cannot, or the store has no room for all blocks."""
+def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome:
+    """Run a step block by block, and keep it.
+
+    Raises:
+        NotInBlocksError: the step cannot, or the store has no room for all blocks.
+    """
     began = time.perf_counter()
     for attempt in range(_ATTEMPTS):
         try:
@@ -217,24 +229,23 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
                     " were done are kept; run the step again with a smaller num_proc"
                 ) from error
             continue
-        except (NoRoomError, MixedAnswersError):
-            return None
-        except pa.ArrowException:
-            return None  # values of several types in one column: how they are cast depends on all rows
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)
         told: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
         told["seconds"] = round(time.perf_counter() - began, 6)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
-            dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **told})
+            with store_locks(store).hold(name):
+                dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **told})
         except NotFoundError:
             continue  # gc took a block meanwhile
-        except (FullError, TooLargeError):
-            return None
+        except (FullError, TooLargeError) as error:
+            raise NotInBlocksError(NO_ROOM) from error
         if (outcome := load_step(store, name)) is not None:  # it reads the files: a block may be damaged
             return outcome._replace(hit=False, rows_reused=reused)
-    return None
+    raise NotInBlocksError(
+        f"gc has taken blocks of it {_ATTEMPTS} times; make room, or set a larger max_size"
+    )
 
 
 def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:

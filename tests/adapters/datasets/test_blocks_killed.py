@@ -131,6 +131,12 @@ def kill_all(pid: int) -> None:
         until(lambda: not any(map(is_alive, workers)))
 
 
+def is_waited_for(path: Path) -> bool:
+    """Whether a process waits for a lock of a file, which must exist."""
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and f":{path.stat().st_ino} " in line for line in lines)
+
+
 def kept_rows(path: Path) -> int:
     """The rows of all blocks whose results are kept."""
     with Store(path, memory=0) as store:
@@ -195,12 +201,17 @@ def test_a_worker_that_is_killed_costs_its_blocks_and_the_step_goes_on(
     assert COUNT <= job.rows() <= COUNT + 4 * _MOST
 
 
-def test_two_processes_at_once_run_each_block_once(jobs: Callable[[], Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_two_processes_at_once_share_the_blocks_and_run_each_once(
+    num_proc: int, jobs: Callable[[], Job], tmp_path: Path
+) -> None:
     first, second = jobs(), jobs()
-    go = tmp_path / "second has started"
-    first.start("one_step", stop=[COUNT // 2, str(go)])
+    go = tmp_path / "second has run all other blocks"
+    first.start("one_step", num_proc, stop=[COUNT // 2, str(go)])
     until(lambda: first.rows() >= COUNT // 2)
-    second.start("one_step", started=str(go))
+    second.start("one_step", num_proc)
+    until(lambda: second.rows() >= COUNT - (num_proc + 2) * _MOST)
+    go.touch()
     assert (first.end(), second.end()) == (0, 0)
     assert first.result() == second.result() == wanted("one_step")
     assert first.rows() == COUNT
@@ -212,10 +223,25 @@ def test_a_process_that_waits_for_one_that_is_killed_goes_on_behind_its_blocks(
     first, second = jobs(), jobs()
     child = first.start("one_step", stop=[COUNT // 2, str(tmp_path / "never")])
     until(lambda: first.rows() >= COUNT // 2)
-    second.start("one_step", started=str(tmp_path / "started"))
-    until((tmp_path / "started").exists)
+    second.start("one_step")
+    until(lambda: second.rows() >= COUNT - 3 * _MOST)  # all but the block that the first one is at
     os.kill(child, signal.SIGKILL)
     assert first.end() == -signal.SIGKILL
     assert second.end() == 0
     assert second.result() == wanted("one_step")
     assert COUNT <= second.rows() <= COUNT + 3 * _MOST
+
+
+def test_a_process_waits_for_the_first_block_of_another_and_goes_on_if_that_one_is_killed(
+    jobs: Callable[[], Job], tmp_path: Path
+) -> None:
+    first, second = jobs(), jobs()
+    child = first.start("one_step", stop=[10, str(tmp_path / "never")])
+    until(lambda: first.rows() >= 10)
+    second.start("one_step")
+    until(lambda: is_waited_for(tmp_path / "store" / "locks" / "datasets"))
+    os.kill(child, signal.SIGKILL)
+    assert first.end() == -signal.SIGKILL
+    assert second.end() == 0
+    assert second.result() == wanted("one_step")
+    assert second.rows() == COUNT + 10

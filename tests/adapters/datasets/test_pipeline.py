@@ -115,13 +115,11 @@ def test_explain_tells_what_of_the_code_changed(
     assert report.changes == ["its input changes, since 'strip_comments' runs again"]
 
 
-def test_two_processes_at_once_run_each_step_once(store: Store, tmp_path: Path, ran: Any) -> None:
+def test_two_processes_at_once_run_each_row_of_each_step_once(store: Store, tmp_path: Path, ran: Any) -> None:
     both = [_start(store, "cache", 0.0005, tmp_path / f"hf {n}") for n in range(2)]
     answers = [_finish(process) for process in both]
     assert answers[0]["digest"] == answers[1]["digest"]
     assert sorted(ran()) == sorted(ALL)
-    hits = zip(answers[0]["hits"], answers[1]["hits"], strict=True)
-    assert all(first != second for first, second in hits)
 
 
 @pytest.mark.parametrize("mode", ["cache", "checkpoint"])

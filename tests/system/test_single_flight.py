@@ -1,0 +1,140 @@
+"""Locks of keys across threads and processes: waiting for one, and claiming one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from castore.errors import InvalidValueError
+from castore.system.single_flight import ComputeLocks
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> ComputeLocks:
+    return ComputeLocks(tmp_path / "locks", 0o600)
+
+
+def elsewhere(function: Callable[[], Any]) -> Any:
+    """What a function returns in another thread."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def in_child(function: Callable[[], bool]) -> bool:
+    """Whether a function returns true in a forked child, which then ends."""
+    child = os.fork()
+    if not child:
+        os._exit(0 if function() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_claimed_key_cannot_be_claimed_by_any_thread_or_process_until_it_is_released(
+    locks: ComputeLocks, tmp_path: Path
+) -> None:
+    release = locks.claim("key")
+    assert release is not None
+    assert locks.claim("key") is None
+    assert elsewhere(lambda: locks.claim("key")) is None
+    assert in_child(lambda: locks.claim("key") is None)
+    assert in_child(lambda: ComputeLocks(tmp_path / "locks", 0o600).claim("key") is None)
+    other = locks.claim("other key")
+    assert other is not None
+    elsewhere(release)
+    again = elsewhere(lambda: locks.claim("key"))
+    assert again is not None
+    again()
+    other()
+    assert locks._threads == {}
+
+
+def test_a_key_that_is_held_cannot_be_claimed(locks: ComputeLocks) -> None:
+    with locks.hold("key"):
+        assert locks.claim("key") is None
+        assert in_child(lambda: locks.claim("key") is None)
+    release = locks.claim("key")
+    assert release is not None
+    release()
+
+
+def test_who_waits_for_a_claimed_key_goes_on_at_its_release(locks: ComputeLocks) -> None:
+    release = locks.claim("key")
+    assert release is not None
+    waiting, got = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with locks.hold("key"):
+            got.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait()
+    assert not got.is_set()
+    release()
+    thread.join()
+    assert got.is_set()
+
+
+def test_a_thread_that_waits_for_its_own_claim_is_told(locks: ComputeLocks) -> None:
+    release = locks.claim("key")
+    assert release is not None
+    with pytest.raises(InvalidValueError, match="asks for its own result"), locks.hold("key"):
+        pass
+    release()
+    with locks.hold("key"):
+        pass
+
+
+def test_a_claim_ends_with_its_process_though_a_child_of_it_lives_on(
+    locks: ComputeLocks, tmp_path: Path
+) -> None:
+    """A worker inherits the file of its parent's claim, and may outlive a killed parent."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        release = locks.claim("key")
+        grandchild = os.fork()
+        if not grandchild:
+            os.write(write, f"{release is not None} {os.getpid()}\n".encode())
+            os.close(write)
+        threading.Event().wait(60)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        was_claimed, grandchild_id = lines.readline().split()
+    try:
+        assert was_claimed == "True"
+        assert locks.claim("key") is None
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        release = locks.claim("key")
+        assert release is not None
+        release()
+    finally:
+        os.kill(int(grandchild_id), 9)
+
+
+def test_processes_that_claim_at_once_never_have_the_same_key(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with context.Pool(3) as pool:
+        claimed = pool.map(_claim_many, [tmp_path] * 3, chunksize=1)
+    assert sorted(key for keys in claimed for key in keys) == list(range(200))
+
+
+def _claim_many(folder: Path) -> list[int]:
+    """The keys that this process gets, of 200, and keeps."""
+    locks = ComputeLocks(folder / "locks", 0o600)
+    kept = [(number, locks.claim(str(number))) for number in range(200)]
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 4:
+        pass
+    return [number for number, release in kept if release is not None]
