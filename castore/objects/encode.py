@@ -28,8 +28,12 @@ from castore.system.cpus import usable_cores
 #: `auto` keeps the compressed form if it saves at least this share; a smaller saving does not pay for
 #: decoding.
 AUTO_SAVING = 0.05
-# Frames per task: handing over a task costs as much as hashing a frame.
+# Frames per task: handing over a task costs as much as hashing a frame. Runs grow, since each return from a
+# codec, a hash or a read waits up to 5 ms for the GIL where another thread runs Python.
 _RUN = 4
+_LONGEST_RUN = 16
+# Frames of all tasks at once, about.
+_FRAMES_AHEAD = 64
 _SAMPLE_BYTES = 32 * 1024
 _SAMPLES = 4
 # One core compresses this many bytes in about 0.3 ms; another thread takes 0.1 ms to start.
@@ -191,7 +195,9 @@ class FrameEncoder:
         self._lengths = array("I")
         self._tails: list[bytes] = []
         self._run: list[Buffer] = []
-        self._pending: deque[Future[list[bytes]]] = deque()
+        self._run_length = _RUN
+        self._longest = max(_RUN, min(_LONGEST_RUN, _FRAMES_AHEAD // usable_cores()))
+        self._pending: deque[Future[list[Buffer]]] = deque()
         # Raw objects have no seek table: their checksums go into the index.
         self._checksums = array("Q")
         self._stored = 0
@@ -203,8 +209,9 @@ class FrameEncoder:
             self._put(frame)
             return
         self._run.append(frame)
-        if len(self._run) == _RUN:
+        if len(self._run) == self._run_length:
             self._submit()
+            self._run_length = min(2 * self._run_length, self._longest)
             self._drain(usable_cores() + 1)
 
     def finish(self, size: int) -> Encoded:
@@ -227,16 +234,19 @@ class FrameEncoder:
         run, self._run = self._run, []
         self._pending.append(codec_threads.pool().submit(self._compress, run))
 
-    def _compress(self, run: list[Buffer]) -> list[bytes]:
+    def _compress(self, run: list[Buffer]) -> list[Buffer]:
+        if self._codec.name == "zstd" and len(run) > 1:
+            return zstd_compress_many(run, self._level)
         return [self._codec.compress(frame, self._level) for frame in run]
 
     def _drain(self, keep: int) -> None:
         pending = self._pending
         while len(pending) > keep or (pending and pending[0].done()):
-            for frame in pending.popleft().result():
+            frames = pending.popleft().result()
+            for frame in frames:
                 self._lengths.append(len(frame))
-                self._tails.append(frame[-4:])
-                self._put(frame)
+                self._tails.append(bytes(memoryview(frame)[-4:]))
+            self._put(b"".join(frames))
 
     def _put(self, piece: Buffer) -> None:
         self._stored += len(piece)
@@ -268,17 +278,19 @@ class HashingFrames:
         self._hash = blake3.blake3()
         self.size = 0
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[memoryview]:
+        length = FRAME_SIZE
         while True:
-            frame = _read_full(self._fd, FRAME_SIZE, self.size)
-            if frame or not self.size:
-                self._hash.update(frame)
-                self.size += len(frame)
-                yield frame
+            data = _read_full(self._fd, length, self.size)
+            if data or not self.size:
+                self._hash.update(data)
+                self.size += len(data)
+                yield from slices(data)
                 if self._progress is not None:
-                    self._progress(len(frame))
-            if len(frame) < FRAME_SIZE:
+                    self._progress(len(data))
+            if len(data) < length:
                 return
+            length = min(2 * length, _LONGEST_RUN * FRAME_SIZE)
 
     @property
     def digest(self) -> bytes:

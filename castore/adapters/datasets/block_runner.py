@@ -47,12 +47,12 @@ from castore.adapters.datasets.block_entries import (
     put_result,
     write_result,
 )
-from castore.adapters.datasets.cutting import Cut, is_small
+from castore.adapters.datasets.cutting import LARGEST_BYTES, Cut, is_small
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import format_digest
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy
-from castore.adapters.datasets.source_blocks import SourceBlock, source_blocks
+from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
 from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
@@ -136,6 +136,11 @@ def can_cut(dataset: datasets.Dataset) -> bool:
     return not is_small(len(dataset), int(average * len(dataset)))
 
 
+def bytes_at_once(num_proc: int) -> int:
+    """The most bytes of a step's result that lie uncompressed at one time; more only if its rows grow."""
+    return (num_proc + 2) * LARGEST_BYTES
+
+
 def _is_json(value: Any) -> bool:
     """Whether a dataset with such a format can be kept."""
     try:
@@ -151,6 +156,16 @@ class _Written(NamedTuple):
     path: str
     rows: int
     features: str
+
+
+class _Elsewhere(NamedTuple):
+    """A block that another run has claimed: its place, and the key of its result."""
+
+    number: int
+    key: str
+
+
+_Item: TypeAlias = "BlockResult | Future[BlockResult] | _Elsewhere"
 
 
 class BlockRun:
@@ -209,25 +224,14 @@ class BlockRun:
             All results; None if another run has claimed a block, and not kept it.
         """
         keys, first = _Keys(self._step), 0
-        done: list[BlockResult | Future[BlockResult] | _Elsewhere] = []
-        for number, block in enumerate(source_blocks(self._step.dataset, self._step.rule)):
-            digits = keys.of(block, first)
-            found = self._find_or_claim(digits, keys)
-            if isinstance(found, BlockResult):
-                keys.learn(found)
-                maker.note(number, found)
-                done.append(found)
-                first += found.rows_in
-                continue
-            rows = _read(block, found)
-            if found is None:
-                done.append(_Elsewhere(number, digits))
-            else:
-                made = maker.make(number, rows, first, keys.features, digits, found)
-                done.append(made)
-                if not keys.are_final:
-                    keys.learn(made.result())
-            first += len(rows)
+        done: list[_Item] = []
+        ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
+        with contextlib.closing(iter(ahead)) as blocks:
+            for block in blocks:
+                item, rows = self._take(block, len(done), first, keys, maker)
+                done.append(item)
+                first += rows
+                ahead.wants_rows = not isinstance(item, BlockResult)
         kept = [item.result() if isinstance(item, Future) else item for item in done]
         results = []
         for item in kept:
@@ -238,6 +242,24 @@ class BlockRun:
                 maker.note(item.number, result)
             results.append(result._replace(reused=result.key not in maker.made))
         return results
+
+    def _take(
+        self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: _Maker
+    ) -> tuple[_Item, int]:
+        """The result of a block if it is there, or a place for it; and the number of the block's rows."""
+        digits = keys.of(block, first)
+        found = self._find_or_claim(digits, keys)
+        if isinstance(found, BlockResult):
+            keys.learn(found)
+            maker.note(number, found)
+            return found, found.rows_in
+        rows = _read(block, found)
+        if found is None:
+            return _Elsewhere(number, digits), len(rows)
+        made = maker.make(number, rows, first, keys.features, digits, found)
+        if not keys.are_final:
+            keys.learn(made.result())
+        return made, len(rows)
 
     def _find_or_claim(self, digits: str, keys: _Keys) -> BlockResult | Release | None:
         """The result of a block; or a claim of it; None if another run has claimed it."""
@@ -356,13 +378,6 @@ class _Progress:
             self._bar.update(rows)
             if self._tell is not None:
                 self._tell(rows)
-
-
-class _Elsewhere(NamedTuple):
-    """A block that another run has claimed: its place, and the key of its result."""
-
-    number: int
-    key: str
 
 
 def _read(block: SourceBlock, release: Release | None) -> pa.Table:
@@ -554,6 +569,8 @@ def _workers(step: BlockStep) -> Iterator[Executor | None]:
     with worker_processes.bound_to_thread():
         pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (step,))
         try:
+            # The processes are forked now: a thread that reads ahead may hold locks later on.
+            pool.submit(int).result()
             yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -22,6 +22,8 @@ import pyarrow as pa
 
 #: Bytes of a block; about so many on average, a quarter at least, four times as many at most.
 TARGET_BYTES = 1 << 23
+#: Bytes of a block that is cut by content, at most, unless a single row has more.
+LARGEST_BYTES = 4 * TARGET_BYTES
 #: Rows of a block, where they are small.
 TARGET_ROWS = 10_000
 

@@ -3,8 +3,9 @@
 The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
 filters and D deduplicators, since each step leaves a copy and the first filter's statistics another. A
 checkpoint needs 3 x S whatever the steps, for it is a second name of the file that a step reads
-(`hardlinks`). A cached run really takes less: a step is compressed once the next step has its input. Knows
-sizes and disks; runs nothing.
+(`hardlinks`). A cached run really takes less: a step that runs block by block leaves few blocks uncompressed
+at a time, and any other step is compressed once the next one has its input. Knows sizes and disks; runs
+nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class KnownSize:
         logical: bytes of the result, uncompressed; None if the step was never run.
         stored: bytes of the result in the store.
         kept: whether the result is in the store already, and so will take no more.
+        at_once: the most bytes of the result that lie uncompressed at one time; None if that is all of it.
     """
 
     kind: str
     logical: int | None = None
     stored: int | None = None
     kept: bool = False
+    at_once: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Estimate:
         mappers, filters, deduplicators: the numbers of such operators: M, F and D.
         formula: the peak by the formula, or 3 x S with a checkpoint, or 2 x S with neither.
         store_needs: bytes that the run will add to the store.
-        work_needs: bytes of uncompressed files at one time: input and output of the largest step.
+        work_needs: bytes of uncompressed files at one time: input and output of the largest step that runs
+            as one piece, or the blocks of a step that are being made.
         peak: bytes of all steps' data on disk at the worst moment: kept results, results to come, and the
             working files.
         store_free, work_free: free bytes on the disks of the store and of the temporary files.
@@ -149,7 +153,10 @@ def estimate_space(
         sizes.append(sizes[-1] if step.logical is None else step.logical)
         stored.append(round(sizes[-1] * ratio) if step.stored is None else step.stored)
     to_run = [number for number, step in enumerate(steps) if not step.kept]
-    work_needs = max((sizes[number] + sizes[number + 1] for number in to_run), default=0)
+    work_needs = 0
+    for number in to_run:
+        whole, at_once = sizes[number] + sizes[number + 1], steps[number].at_once
+        work_needs = max(work_needs, whole if at_once is None else min(whole, at_once))
     store_place, temp_place = (
         _nearest_existing(store),
         _nearest_existing(store if temp_dir is None else Path(temp_dir)),

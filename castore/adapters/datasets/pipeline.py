@@ -20,7 +20,7 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockStep, can_cut
+from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockStep, bytes_at_once, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
@@ -177,14 +177,18 @@ class Pipeline:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
         return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
 
-    def _estimate(self, dataset: datasets.Dataset, planned: Sequence[PlannedStep]) -> disk_space.Estimate:
-        known = [_known_size(self.store, step) for step in planned] or [
-            disk_space.KnownSize(step.kind) for step in self.steps
-        ]
+    def _estimate(
+        self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], ratio: float | None = None
+    ) -> disk_space.Estimate:
+        at_once = bytes_at_once(self.num_proc or 1) if not _is_unread(dataset) and can_cut(dataset) else None
+        known = [
+            _known_size(self.store, step, at_once if step.step.kind in BLOCK_KINDS else None)
+            for step in planned
+        ] or [disk_space.KnownSize(step.kind) for step in self.steps]
         return disk_space.estimate_space(
             disk_space.logical_size(dataset),
             known,
-            ratio=disk_space.measure_ratio(dataset, self.codec),
+            ratio=disk_space.measure_ratio(dataset, self.codec) if ratio is None else ratio,
             mode=self.mode,
             store=self.store.path,
             settings=self.store.settings,
@@ -193,6 +197,8 @@ class Pipeline:
 
     def warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[PlannedStep]) -> None:
         """Warn of data that will not fit, before anything runs."""
+        if not self._estimate(dataset, planned, ratio=1.0).problems:
+            return  # it fits even if nothing can be compressed: how far it can need not be measured
         for problem in self._estimate(dataset, planned).problems:
             warnings.warn(problem, CacheWarning, stacklevel=5)
 
@@ -236,12 +242,12 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
     return isinstance(dataset, LazyDataset) and not dataset.is_read
 
 
-def _known_size(store: Store, step: PlannedStep) -> disk_space.KnownSize:
+def _known_size(store: Store, step: PlannedStep, at_once: int | None) -> disk_space.KnownSize:
     """The sizes of a step's kept result. Runs with other parameters or other rows say nothing of them."""
     if dataset_entries.metadata_of(store, step.name) is None:
-        return disk_space.KnownSize(step.step.kind)
+        return disk_space.KnownSize(step.step.kind, at_once=at_once)
     size = dataset_entries.size_of(store, step.name)
-    return disk_space.KnownSize(step.step.kind, size.logical, size.stored, True)
+    return disk_space.KnownSize(step.step.kind, size.logical, size.stored, True, at_once)
 
 
 class _Run:

@@ -4,12 +4,13 @@ Files of a kept dataset that are about as large as a block are blocks as they ar
 nothing is read to find out whether a result is there: the blocks of one step's result are the blocks of the
 next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
 
-Must never hold more rows than a block's, and those that are being read.
+Must never hold more rows than those of two blocks, and those that are being read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import datasets
@@ -50,6 +51,33 @@ def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]
     for rows in cut(dataset.with_format("arrow").iter(batch_rows(dataset)), rule):
         rows = rows.combine_chunks()  # noqa: PLW2901 - rows picked one by one are a chunk each
         yield SourceBlock(table_digest(rows), lambda rows=rows: rows)  # type: ignore[misc]
+
+
+class ReadAhead:
+    """Blocks from a thread that cuts, hashes and reads the next one while the present one is used.
+
+    Args:
+        blocks: the blocks.
+    """
+
+    def __init__(self, blocks: Iterator[SourceBlock]) -> None:
+        self._blocks = blocks
+        #: Whether the next block's rows will be wanted, and not its digest alone.
+        self.wants_rows = False
+
+    def __iter__(self) -> Generator[SourceBlock, None, None]:
+        with ThreadPoolExecutor(1, thread_name_prefix="castore-reader") as reader:
+            coming = reader.submit(self._next)
+            while (block := coming.result()) is not None:
+                coming = reader.submit(self._next)
+                yield block
+
+    def _next(self) -> SourceBlock | None:
+        block = next(self._blocks, None)
+        if block is None or not self.wants_rows:
+            return block
+        rows = block.read()
+        return SourceBlock(block.digest, lambda: rows)
 
 
 class _File(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, Pipeline, disk_space
+from castore.adapters.datasets.block_runner import bytes_at_once
 from castore.adapters.datasets.disk_space import KnownSize
 from castore.recipes import registry
 from castore.settings import Settings
@@ -52,6 +53,25 @@ def test_measured_sizes_take_the_place_of_guesses(tmp_path: Path) -> None:
     assert found.work_needs == 8 * GB
     assert found.measured == 1
     assert found.peak == GB + found.store_needs + found.work_needs
+
+
+def test_steps_in_blocks_have_a_few_blocks_uncompressed_at_a_time_and_no_whole_copies(tmp_path: Path) -> None:
+    blocks = KnownSize("map", at_once=100_000_000)
+    assert estimate([blocks, blocks], tmp_path).work_needs == 100_000_000
+    assert estimate([blocks, KnownSize("deduplicate")], tmp_path).work_needs == 20 * GB
+    assert estimate([blocks], tmp_path, size=1000).work_needs == 2000
+
+
+def test_the_estimate_of_a_pipeline_over_a_large_input_counts_blocks(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"text": [str(number) * 4000 for number in range(20_000)]})
+    with Store(tmp_path / "store") as store:
+        found = Pipeline([str_length], store=store).estimate_space(data)
+    assert found.size > 300_000_000
+    assert found.work_needs == bytes_at_once(1) < 110_000_000
+
+
+def str_length(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"length": len(sample["text"])}
 
 
 def test_a_checkpoint_needs_no_more_than_three_copies_on_one_disk(tmp_path: Path) -> None:
