@@ -190,6 +190,28 @@ def growth(path: Path, sizes: Sequence[int], costs: Mapping[str, Sequence[float]
     _save(figure, path)
 
 
+def against_change(path: Path, parts: Sequence[float], times: Mapping[str, Sequence[float]]) -> None:
+    """Draw the time of a rerun by the part of the input that changed, one line each.
+
+    Args:
+        path: of the PNG.
+        parts: of the rows that changed, from 0 to 1, ascending; 0 is drawn at the left edge.
+        times: by contestant, seconds for each of ``parts``.
+    """
+    figure, (panel,) = _subplots(1, 1, (5.6, 3.8))
+    least = min(part for part in parts if part)
+    for (what, seconds), (colour, marker, dashes, width, size) in styled(times):
+        panel.plot(
+            [100 * part for part in parts], seconds,
+            color=colour, marker=marker, linestyle=dashes, linewidth=width, markersize=size, label=what,
+        )  # fmt: skip
+    panel.set_xscale("symlog", linthresh=100 * least)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.set(yscale="log", xlabel="rows that changed, %", ylabel="run again, s", xlim=(0, None))
+    panel.legend(frameon=False)
+    _save(figure, path)
+
+
 def _subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure  # type: ignore[import-not-found]
 

@@ -125,13 +125,14 @@ def operators(name: str, third: int, texts: Callable[[], Sequence[str]]) -> list
 THIRD = {"text": (100, 80), "tokens": (1_000_000, 500_000)}
 
 
-def plain(dataset: datasets.Dataset, chain: Sequence[Any]) -> datasets.Dataset:
+def plain(dataset: datasets.Dataset, chain: Sequence[Any], num_proc: int | None = None) -> datasets.Dataset:
     """Run the steps with `Dataset.map` and `Dataset.filter`, cached by `datasets`."""
     for operator in chain:
         if hasattr(operator, "compute_stats"):
-            dataset = dataset.map(operator.compute_stats).filter(operator.process)
+            dataset = dataset.map(operator.compute_stats, num_proc=num_proc)
+            dataset = dataset.filter(operator.process, num_proc=num_proc)
         else:
-            dataset = dataset.map(operator)
+            dataset = dataset.map(operator, num_proc=num_proc)
     return dataset
 
 
@@ -147,9 +148,18 @@ def calls(dataset: datasets.Dataset, chain: Sequence[Any], store: Store) -> data
     return dataset
 
 
-def pipeline(chain: Sequence[Any], store: Store, *, checkpoint: bool = False) -> Pipeline:
+def pipeline(
+    chain: Sequence[Any], store: Store, *, checkpoint: bool = False, num_proc: int | None = None
+) -> Pipeline:
     """The same steps as a `Pipeline`."""
-    return Pipeline(chain, store=store, name="recipe", use_cache=not checkpoint, use_checkpoint=checkpoint)
+    return Pipeline(
+        chain,
+        store=store,
+        name="recipe",
+        use_cache=not checkpoint,
+        use_checkpoint=checkpoint,
+        num_proc=num_proc,
+    )
 
 
 def digest(dataset: datasets.Dataset) -> str:

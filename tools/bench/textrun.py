@@ -53,7 +53,14 @@ class Ran(NamedTuple):
 
 
 def run(
-    way: str, chain: list[Any], source: Path, cache: Path, *, check: bool = True, last: bool = False
+    way: str,
+    chain: list[Any],
+    source: Path,
+    cache: Path,
+    *,
+    check: bool = True,
+    last: bool = False,
+    num_proc: int | None = None,
 ) -> Ran:
     """Run a chain of operators in one of the ways.
 
@@ -64,6 +71,7 @@ def run(
         cache: the folder of the store.
         check: also make the digest of the result, untimed.
         last: also read the last row.
+        num_proc: processes that share the rows of a step; not for `"calls"`.
     """
     hits: list[bool] = []
     stored: list[int] = []
@@ -73,7 +81,7 @@ def run(
         began = time.perf_counter()
         dataset = datasets.load_from_disk(source)
         if way == "datasets":
-            dataset = recipe.plain(dataset, chain)
+            dataset = recipe.plain(dataset, chain, num_proc)
             _read_ends(dataset, last)
             seconds = time.perf_counter() - began
             return Ran(seconds, hits, len(dataset), recipe.digest(dataset) if check else "", [], [], [])
@@ -81,7 +89,8 @@ def run(
             if way == "calls":
                 dataset = recipe.calls(dataset, chain, store)
             else:
-                result = recipe.pipeline(chain, store, checkpoint=way == "checkpoint").run(dataset)
+                made = recipe.pipeline(chain, store, checkpoint=way == "checkpoint", num_proc=num_proc)
+                result = made.run(dataset)
                 dataset, hits = result.dataset, [step.hit for step in result.steps]
                 stored = [step.stored for step in result.steps]
                 reused = [step.rows_reused for step in result.steps]
@@ -111,7 +120,7 @@ class Process:
     Args:
         way, name, third: as for `run` and `recipe.operators`.
         source, cache: as for `run`; the cache that `datasets` keeps elsewhere lies beside ``cache``.
-        check, last: as for `run`.
+        check, last, num_proc: as for `run`.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class Process:
         *,
         check: bool = True,
         last: bool = False,
+        num_proc: int | None = None,
     ) -> None:
         command = [
             sys.executable,
@@ -136,7 +146,12 @@ class Process:
             str(cache),
         ]
         self._process = subprocess.Popen(
-            [*command, *(["--check"] if check else []), *(["--last"] if last else [])],
+            [
+                *command,
+                *(["--check"] if check else []),
+                *(["--last"] if last else []),
+                *([f"--num-proc={num_proc}"] if num_proc else []),
+            ],
             cwd=_PROJECT,
             env={**os.environ, "HF_DATASETS_CACHE": str(cache.parent / "hugging-face")},
             stdout=subprocess.PIPE,
@@ -170,7 +185,11 @@ def main() -> None:
     datasets.disable_progress_bars()
     chain = recipe.operators(name, int(third), lambda: documents(Path(source)))
     print("begins", flush=True)
-    ran = run(way, chain, Path(source), Path(cache), check="--check" in rest, last="--last" in rest)
+    processes = [int(word.partition("=")[2]) for word in rest if word.startswith("--num-proc=")]
+    ran = run(
+        way, chain, Path(source), Path(cache), check="--check" in rest, last="--last" in rest,
+        num_proc=processes[0] if processes else None,
+    )  # fmt: skip
     print(json.dumps(ran._asdict()), flush=True)
 
 
