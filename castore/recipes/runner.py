@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,9 +18,11 @@ import datasets
 from castore.adapters.datasets import Estimate, Explanation, Pipeline, Progress, StepReport, wait
 from castore.adapters.datasets.source_step import dataset_of_key, identify_by, open_input
 from castore.recipes import export
+from castore.recipes.by_file import find_units
 from castore.recipes.mixture import Mixture, find_sources, identify, read
 from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
+from castore.recipes.seen_files import SeenFiles
 from castore.recipes.sources import SAVED, FileIdentity, Source, find
 from castore.store import Store
 
@@ -197,16 +200,24 @@ def open_source(
     Raises:
         InvalidValueError, FullError, OSError: see `read`.
     """
-    digits = identify(source, store, identity)
+    seen = SeenFiles(store)
+    digits = identify(source, store, identity, seen)
     if isinstance(source, Source) and source.kind == SAVED:
         # Map the dataset where it is: another copy gains nothing.
         return identify_by(digits, read(source, ""))
+
+    def read_all(folder: Path) -> datasets.Dataset:
+        rows = read(source, folder)
+        seen.check(source.files)
+        return rows
+
     return open_input(
         digits,
-        lambda folder: read(source, folder),
+        read_all,
         store,
         cached=cached,
         codec=codec,
         temp_dir=temp_dir,
         lazy=lazy,
+        find_units=lambda folder: find_units(source, seen, store, folder),
     )

@@ -18,6 +18,7 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.source_units import FindUnits, NoteRows, run_by_units
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import CastoreError
 from castore.store import Store
@@ -32,6 +33,8 @@ def open_input(
     codec: str,
     temp_dir: str | os.PathLike[str] | None = None,
     lazy: bool = False,
+    find_units: FindUnits | None = None,
+    note_rows: NoteRows = lambda rows: None,
 ) -> datasets.Dataset:
     """The dataset of a key: from the store, or read.
 
@@ -43,6 +46,9 @@ def open_input(
         codec: the codec of the kept dataset.
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
         lazy: call ``read`` at first use too, for a run that may never use the rows.
+        find_units: finds the units of the data, for a dataset that is kept; where it has some, ``read`` is
+            not called.
+        note_rows: receives the rows of each file of the units.
 
     Raises:
         FullError, OSError: the disk is full, or the files cannot be written.
@@ -57,15 +63,16 @@ def open_input(
         return dataset_of_key(key, run) if lazy else run()
     name = step_runner.step_name("source", key)
 
+    record = {"step": "source", "kind": "source", "key": key, "input": "", "operator": "", "parts": {}}
+    options = dataset_entries.StorageOptions(codec, None, store.settings.ttl)
+
     def load() -> datasets.Dataset:
+        if find_units is not None:
+            found = run_by_units(store, name, find_units, record, options, temp_dir, note_rows)
+            if found is not None:
+                return found
         return step_runner.run_or_load(
-            store,
-            name,
-            lambda file: read(file.parent),
-            {"step": "source", "kind": "source", "key": key, "input": "", "operator": "", "parts": {}},
-            dataset_entries.StorageOptions(codec, None, store.settings.ttl),
-            rows_in=0,
-            temp_dir=temp_dir,
+            store, name, lambda file: read(file.parent), record, options, rows_in=0, temp_dir=temp_dir
         ).dataset
 
     return _find_kept(store, name, load) or load()
