@@ -137,11 +137,12 @@ def _is_json(value: Any) -> bool:
 
 
 class _Written(NamedTuple):
-    """A result in a file."""
+    """A result in a file, and the seconds that the step took for it."""
 
     path: str
     rows: int
     features: str
+    seconds: float
 
 
 class BlockRun:
@@ -307,7 +308,9 @@ class BlockRun:
     ) -> BlockResult:
         try:
             made = written.result()
-            result = put_result(self._store, digits, made.path, rows, made.rows, made.features, self.options)
+            result = put_result(
+                self._store, digits, made.path, rows, made.rows, made.features, made.seconds, self.options
+            )
         finally:
             scratch.remove(file)
         self._check_room(result)
@@ -351,6 +354,7 @@ def _run_block(
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
     known = None if features is None or features == _UNCHANGED else _parse(features)
+    began = time.perf_counter()
     try:
         result = step.run(BlockCall(block, first, known, file, digits))
     except AttributeError as error:
@@ -362,7 +366,8 @@ def _run_block(
     if features is not None and is_unchanged != (features == _UNCHANGED):
         raise MixedAnswersError
     made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
-    return _Written(write_result(result, str(file)), len(result), made)
+    path = write_result(result, str(file))
+    return _Written(path, len(result), made, time.perf_counter() - began)
 
 
 # --- other processes ----------------------------------------------------------------------------------------
