@@ -255,7 +255,7 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
     table.add_column("cache")
-    for name in ("rows in", "reused", "rows out", "seconds", "logical", "stored"):
+    for name in ("rows run", "reused", "rows out", "seconds", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     found = "checkpoint" if recipe.use_checkpoint else "hit"
     missed = "miss" if recipe.use_cache and not recipe.use_checkpoint else "run"
@@ -263,15 +263,27 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
         table.add_row(
             step.name,
             found if step.hit else missed,
-            _rows(step.rows_in),
+            _rows(step.rows_run),
             _rows(step.rows_reused),
             _rows(step.rows_out),
             f"{step.seconds:.2f}",
-            format_size(step.logical) if step.logical else "-",
-            format_size(step.stored) if step.stored else "-",
+            format_duration(_rounded(step.seconds_saved)) if step.seconds_saved else "-",
         )
     console().print(table)
-    typer.echo(
+    for line in _sums(outcome):
+        typer.echo(line)
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds with as many digits as the table has room for."""
+    return round(seconds, 2 if seconds < 1 else 1)
+
+
+def _sums(outcome: Outcome) -> Iterator[str]:
+    stored, logical = (sum(getattr(step, name) for step in outcome.steps) for name in ("stored", "logical"))
+    if stored:
+        yield f"the steps take {format_size(stored)} in the store, {format_size(logical)} uncompressed"
+    yield (
         f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
         f"({format_size(outcome.exported)}) after {format_duration(outcome.seconds)}"
     )

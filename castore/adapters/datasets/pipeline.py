@@ -342,8 +342,8 @@ class _Run:
             seconds = time.perf_counter() - began
             outcomes.append((step, outcome))
             self._drop_unused([earlier.dataset for _, earlier in outcomes if not earlier.size.done()])
-            reused = outcome.rows_reused
-            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, reused))
+            told = outcome.rows_reused, outcome.seconds_saved
+            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, *told))
             self._meter.end(step.number, reports[-1])
         # The size is known once the result is stored.
         for step, outcome in outcomes:
@@ -373,7 +373,8 @@ class _Run:
             record = self._record(step) or history.get(step.key, {})
             size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
-            reports.append(_report(step, True, *rows, 0.0, size, rows[0] or 0))
+            told = rows[0] or 0, step_runner.work_seconds(record)
+            reports.append(_report(step, True, *rows, 0.0, size, *told))
             self._meter.end(step.number, reports[-1])
         return reports
 
@@ -441,7 +442,12 @@ class _Run:
 def _history(planned: Sequence[PlannedStep], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
     """The record that a step keeps of earlier steps, whose results may be dropped."""
     return [
-        {"key": step.key, "rows_in": report.rows_in, "rows_out": report.rows_out}
+        {
+            "key": step.key,
+            "rows_in": report.rows_in,
+            "rows_out": report.rows_out,
+            "seconds": round(report.seconds_saved + (0.0 if report.hit else report.seconds), 6),
+        }
         for step, report in zip(planned, reports, strict=False)
     ]
 
@@ -454,8 +460,10 @@ def _report(
     seconds: float,
     size: dataset_entries.DatasetSize | None,
     rows_reused: int = 0,
+    seconds_saved: float = 0.0,
 ) -> StepReport:
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""
     name, kind = step.step.name, step.step.kind
-    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, rows_reused)
+    told = rows_reused, seconds_saved
+    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, *told)

@@ -208,6 +208,19 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)
 
 
+def test_a_report_tells_the_time_that_reused_rows_took_when_they_ran(store: Store) -> None:
+    pipeline = Pipeline([lower, Length(), later, OtherStats()], store=store)
+    first, again, more, every = (pipeline.run(rows(n)) for n in (COUNT, COUNT, COUNT + MORE, COUNT + MORE))
+    for steps in zip(first.steps, again.steps, more.steps, every.steps, strict=True):
+        ran, hit, edited, last = (step.seconds_saved for step in steps)
+        assert ran == 0.0
+        assert hit > 0.0
+        assert last > 0.0
+        assert 0.0 < edited < last
+        assert 0 < (steps[2].rows_run or 0) < 6 * ROWS
+        assert (steps[0].rows_run, steps[1].rows_run) == (steps[0].rows_in, 0)
+
+
 def test_explain_tells_how_many_rows_would_run(store: Store) -> None:
     def shout(sample: dict[str, Any]) -> dict[str, Any]:
         return {"text": sample["text"].upper()}
