@@ -33,17 +33,18 @@ _VERSION = 1
 UNIT_BYTES = 1 << 21
 
 
-def find_units(source: Source | Mixture, seen: SeenFiles, store: Store, folder: Path) -> Units:
+def find_units(source: Source | Mixture, seen: SeenFiles, store: Store, folder: Path | None) -> Units:
     """The units of a source, or of several that are read one after the other.
 
     Args:
         source: the files.
         seen: the files as the run has seen them.
         store: remembers what files have in common.
-        folder: a folder for temporary files.
+        folder: a folder for temporary files; None to read nothing but for the digests of files.
 
     Raises:
-        DependentFileError: only all files together decide about the rows.
+        DependentFileError: only all files together decide about the rows; or, without a folder, what they
+            have in common is not known.
         UnhashableError, OSError: a file cannot be read.
     """
     if isinstance(source, Source):
@@ -57,7 +58,7 @@ def find_units(source: Source | Mixture, seen: SeenFiles, store: Store, folder: 
     return Units(found[0].features, [unit for part in found for unit in part.units], None)
 
 
-def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path) -> Units:
+def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path | None) -> Units:
     if source.kind == SAVED:
         raise DependentFileError
     groups = list(group_files(source.files, seen))
@@ -106,19 +107,19 @@ def _find_types(
     identity: list[Any],
     seen: SeenFiles,
     store: Store,
-    folder: Path,
+    folder: Path | None,
 ) -> ColumnTypes | None:
     """The types in the columns of some files; None for kinds of files that need none."""
     if kind not in TYPED_BY_ALL_ROWS:
         return None
     told = ["types", _VERSION, identity, [seen.digest(file) for file in files]]
 
-    def find() -> Any:
+    def find(folder: Path) -> Any:
         found = file_reader.find_types(kind, files, str(folder))
         seen.check(files)
         return found
 
-    found: ColumnTypes = _remembered(store, told, find)
+    found: ColumnTypes = _remembered(store, told, find, folder)
     return found
 
 
@@ -128,7 +129,7 @@ def _find_common(
     identity: list[Any],
     seen: SeenFiles,
     store: Store,
-    folder: Path,
+    folder: Path | None,
 ) -> Common:
     # All empty files but the first are alike: the first file is read in a way of its own.
     count = next((number for number, file in enumerate(source.files, 1) if seen.state(file).st_size), 1)
@@ -136,15 +137,21 @@ def _find_common(
     known = types if source.kind in TYPED_BY_ALL_ROWS else None
     told = ["common", _VERSION, identity, [seen.digest(file) for file in files], known]
 
-    def find() -> Any:
+    def find(folder: Path) -> Any:
         found = file_reader.find_common(source.kind, files, known, str(folder))
         seen.check(files)
         return [found.features.to_dict(), found.is_known_first]
 
-    features, is_known_first = _remembered(store, told, find)
+    features, is_known_first = _remembered(store, told, find, folder)
     return Common(datasets.Features.from_dict(features), is_known_first, known)
 
 
-def _remembered(store: Store, told: Any, find: Callable[[], Any]) -> Any:
+def _remembered(store: Store, told: Any, find: Callable[[Path], Any], folder: Path | None) -> Any:
     """What ``find`` finds, as JSON; remembered in the store, by ``told``."""
-    return json.loads(remembered(store, told, lambda: json.dumps(find())))
+
+    def compute() -> str:
+        if folder is None:
+            raise DependentFileError
+        return json.dumps(find(folder))
+
+    return json.loads(remembered(store, told, compute))

@@ -9,17 +9,27 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 
 from castore.adapters.datasets import Estimate, Explanation, Pipeline, Progress, StepReport, wait
-from castore.adapters.datasets.source_step import dataset_of_key, identify_by, open_input
+from castore.adapters.datasets.source_step import (
+    dataset_of_key,
+    find_kept_input,
+    identify_by,
+    input_of_units,
+    last_input_key,
+    open_input,
+    with_files,
+)
+from castore.adapters.datasets.source_units import DependentFileError
 from castore.recipes import export
 from castore.recipes.by_file import find_units
 from castore.recipes.mixture import Mixture, find_sources, identify, read
+from castore.recipes.noted_files import compare, find_files, note_files
 from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
 from castore.recipes.seen_files import SeenFiles
@@ -112,8 +122,20 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
         CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
     pipeline = make_pipeline(recipe, store)
-    source = find_source(recipe)
-    return pipeline.explain(dataset_of_key(identify(source, store), lambda: load_input(recipe, pipeline)))
+    source, seen = find_source(recipe), SeenFiles(store)
+    digits = identify(source, store, seen=seen)
+
+    def load() -> datasets.Dataset:
+        return load_input(recipe, pipeline)
+
+    try:
+        dataset: datasets.Dataset = input_of_units(digits, find_units(source, seen, store, None), store, load)
+    except DependentFileError:
+        dataset = find_kept_input(store, digits, load) or dataset_of_key(digits, load)
+    told = pipeline.explain(dataset)
+    last = last_input_key(store, pipeline.name)
+    before = None if last is None else find_files(store, last)
+    return told if before is None else with_files(told, compare(before, source.files, seen))
 
 
 def estimate(recipe: Recipe, store: Store) -> Estimate:
@@ -211,7 +233,10 @@ def open_source(
         seen.check(source.files)
         return rows
 
-    return open_input(
+    def note(rows: Sequence[int] | None) -> None:
+        note_files(store, digits, source.files, seen, rows)
+
+    dataset = open_input(
         digits,
         read_all,
         store,
@@ -220,4 +245,8 @@ def open_source(
         temp_dir=temp_dir,
         lazy=lazy,
         find_units=lambda folder: find_units(source, seen, store, folder),
+        note_rows=note,
     )
+    if cached and identity != "path":
+        note(None)
+    return dataset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import json
 import os
@@ -24,7 +25,7 @@ from castore.adapters.datasets import CacheWarning, Pipeline, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.source_units import UNITS_FOLDER
 from castore.errors import InvalidValueError
-from castore.recipes import by_file, file_reader, mixture, runner, sources
+from castore.recipes import Recipe, by_file, file_reader, mixture, runner, sources
 from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import flip, payload
 
@@ -323,6 +324,59 @@ def test_a_new_file_costs_its_rows_in_every_step(reading: Reading) -> None:
     [step] = pipeline.run(dataset).steps
     assert step.rows_in == 3100
     assert 100 <= 3100 - step.rows_reused < 600
+
+
+def shorter(sample: Row) -> Row:
+    return {"text": sample["text"][:20]}
+
+
+def test_explain_names_files_that_are_new_or_changed_or_gone_or_moved(reading: Reading) -> None:
+    for number in range(30):
+        write_lines(reading.folder / f"{number:02d}.jsonl", rows_of(number, 100))
+    recipe = Recipe(
+        str(reading.folder), str(reading.folder.parent / "out.jsonl"), [lower, shorter], project_name="p"
+    )
+    runner.process(recipe, store=reading.store)
+    assert all(step.hit for step in runner.explain(recipe, reading.store))
+    write_lines(reading.folder / "25b.jsonl", rows_of(99, 100))
+    write_lines(reading.folder / "20.jsonl", rows_of(20, 101))
+    (reading.folder / "15.jsonl").unlink()
+    (reading.folder / "22.jsonl").rename(reading.folder / "22 moved.jsonl")
+    reading.files.clear()
+    first, second = runner.explain(recipe, reading.store)
+    assert reading.files == []  # the new file is not read for that
+    assert first.files is not None
+    names = {what: [Path(p).name for p in paths] for what, paths in dataclasses.asdict(first.files).items()}
+    assert names == {
+        "new": ["25b.jsonl"], "changed": ["20.jsonl"], "gone": ["15.jsonl"], "moved": ["22 moved.jsonl"]
+    }  # fmt: skip
+    sentence = "1 file is new (25b.jsonl), 1 file has changed (20.jsonl), 1 file is gone (15.jsonl), "
+    assert first.changes == [sentence + "1 file was moved (22 moved.jsonl)"]
+    assert second.files is None
+    ran = runner.process(recipe, store=reading.store).steps
+    for explained, step in zip((first, second), ran, strict=True):
+        assert explained.rows_in is None
+        assert explained.blocks_in is not None
+        assert explained.blocks_reused is not None
+        run = explained.blocks_in - explained.blocks_reused
+        assert 2 <= run <= 6  # small blocks run with their neighbours
+        assert explained.rows_reused is not None
+        assert abs(explained.rows_reused - step.rows_reused) < 200
+        assert step.rows_reused > 2000
+        assert str(explained).endswith(
+            f"{run} of {explained.blocks_in} blocks run, and {explained.rows_reused:,} rows do not"
+        )
+
+
+def test_explain_counts_rows_where_an_operator_has_changed(reading: Reading) -> None:
+    for number in range(3):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number, 200))
+    out = str(reading.folder.parent / "out.jsonl")
+    runner.process(Recipe(str(reading.folder), out, [lower]), store=reading.store)
+    [explained] = runner.explain(Recipe(str(reading.folder), out, [shorter]), reading.store)
+    assert explained.changes == ["the store has no result of this operator"]
+    assert (explained.rows_in, explained.files) == (None, None)  # its first block decides about all others
+    assert runner.explain(Recipe(str(reading.folder), out, [lower]), reading.store)[0].hit
 
 
 def test_the_blocks_of_a_step_and_of_its_files_take_their_space_once(reading: Reading) -> None:

@@ -20,7 +20,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,8 +54,8 @@ _VERSION = 1
 _SHOWS_SIZE = 1 / 20
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
-# In the place of a result's features: the step has changed nothing.
-_UNCHANGED = "null"
+#: In the place of a result's features: the step has changed nothing.
+UNCHANGED = "null"
 
 
 class MixedAnswersError(Exception):
@@ -93,6 +93,7 @@ class BlockStep(NamedTuple):
         rule: where blocks may end.
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
+        keeps_count: whether the result has a row for each row.
         num_proc: processes that share the blocks; 1 for this one.
         tell: a callback that receives the number of rows done.
         title: the title of the progress bar.
@@ -104,6 +105,7 @@ class BlockStep(NamedTuple):
     rule: Cut
     is_numbered: bool = False
     has_features: bool = False
+    keeps_count: bool = False
     num_proc: int = 1
     tell: Callable[[int], object] | None = None
     title: str = "Map"
@@ -207,28 +209,34 @@ class BlockRun:
                     bar.set_postfix_str(f"{reused:,} reused", refresh=False)
                 bar.update(rows)
             results = [item if isinstance(item, BlockResult) else item.result() for item in self._done]
-        if len({result.features == _UNCHANGED for result in results}) > 1:
+        if len({result.features == UNCHANGED for result in results}) > 1:
             raise MixedAnswersError
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
 
-    def count(self) -> tuple[int, int] | None:
-        """The rows of the input, and those whose blocks are kept; None if that is known only after a run.
+    def find(
+        self, blocks: Iterable[SourceBlock | None]
+    ) -> Iterator[tuple[SourceBlock | None, BlockResult | None]]:
+        """Blocks with their results, as far as those are kept. Runs nothing.
 
-        Runs nothing, and reads the input.
+        Ends where nothing more is known before a run: the features of the result are in the keys of all
+        blocks but the first.
+
+        Args:
+            blocks: the blocks of the input, in order; None for one that is not known.
         """
         self._begin()
-        first = reused = 0
-        for block in source_blocks(self._step.dataset, self._step.rule):
-            found = find_result(self._store, self._key(block, first))
+        first = 0
+        for block in blocks:
+            found = None if block is None else find_result(self._store, self._key(block, first))
             if found is None and self._features is None and not self._step.has_features:
-                return None
+                return
             if found is not None:
                 self._learn(found.features, found.rows)
-                reused += found.rows_in
-            first += len(block.read()) if found is None else found.rows_in
-        return first, reused
+            if self._step.is_numbered and block is not None:
+                first += len(block.read()) if found is None else found.rows_in
+            yield block, found
 
     def part(self, results: Sequence[BlockResult], fingerprint: str) -> DatasetPart:
         """The step's result, for the store that has its blocks.
@@ -240,7 +248,7 @@ class BlockRun:
         dataset = self._step.dataset
         told = own_copy(dataset)
         features = _with_rows(results)[0].features
-        told._info.features = dataset.features.copy() if features == _UNCHANGED else _parse(features)
+        told._info.features = dataset.features.copy() if features == UNCHANGED else _parse(features)
         told._fingerprint = fingerprint
         if dataset._format_columns is not None:  # as `map` does: new columns are shown
             hidden = set(dataset.column_names).difference(dataset._format_columns)
@@ -353,7 +361,7 @@ def _run_block(
     )
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
-    known = None if features is None or features == _UNCHANGED else _parse(features)
+    known = None if features is None or features == UNCHANGED else _parse(features)
     began = time.perf_counter()
     try:
         result = step.run(BlockCall(block, first, known, file, digits))
@@ -363,9 +371,9 @@ def _run_block(
             raise MixedAnswersError from error
         raise
     is_unchanged = result._indices is None and result._data.table is block._data.table
-    if features is not None and is_unchanged != (features == _UNCHANGED):
+    if features is not None and is_unchanged != (features == UNCHANGED):
         raise MixedAnswersError
-    made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+    made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     path = write_result(result, str(file))
     return _Written(path, len(result), made, time.perf_counter() - began)
 

@@ -24,8 +24,9 @@ from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockSte
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, format_digest
 from castore.adapters.datasets.explain import Explanation, explain, make_explanation
+from castore.adapters.datasets.forecast import Piece, forecast, stand_in
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.private_copies import own_copy
@@ -157,20 +158,39 @@ class Pipeline:
     def _count_rows(
         self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], told: list[Explanation]
     ) -> list[Explanation]:
-        """The explanations, the first miss among them with the rows that a run would not run again."""
+        """The explanations, the misses with what a run would find kept, as far as that is known."""
         number = next((number for number, explanation in enumerate(told) if not explanation.hit), None)
         if number is None:
             return told
-        before = step_runner.load_step(self.store, planned[number - 1].name) if number else None
-        if number and before is None:
-            return told
-        rows = dataset if before is None else before.dataset
-        if rows.info.features is None:
+        pieces: Sequence[Piece] | None = None
+        if number:
+            before = step_runner.load_step(self.store, planned[number - 1].name)
+            if before is None:
+                return told
+            dataset = before.dataset
+        elif dataset.info.features is None:
             return told  # an input that was never read
-        blocks = _Run(self, rows, ProgressMeter(self.steps, None)).in_blocks(planned[number])
-        counted = None if blocks is None else BlockRun(self.store, blocks, StorageOptions(self.codec)).count()
-        if counted is not None:
-            told[number] = dataclasses.replace(told[number], rows_in=counted[0], rows_reused=counted[1])
+        elif isinstance(dataset, LazyDataset) and dataset.pieces is not None:
+            pieces = dataset.pieces
+            dataset = stand_in(dataset.info.features, pieces)
+        for step in planned[number:]:
+            blocks = _Run(self, dataset, ProgressMeter(self.steps, None)).in_blocks(step)
+            if blocks is None:
+                break
+            found = forecast(BlockRun(self.store, blocks, StorageOptions(self.codec)), blocks, pieces)
+            if found is None:
+                break
+            told[step.number] = dataclasses.replace(
+                told[step.number],
+                rows_in=found.rows_in,
+                rows_reused=found.rows_kept,
+                blocks_in=found.blocks,
+                blocks_reused=found.kept,
+            )
+            if format_digest(dataset):
+                break  # the formats of results are not foretold
+            pieces = found.pieces
+            dataset = stand_in(found.features, pieces)
         return told
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
@@ -304,6 +324,7 @@ class _Run:
             {"kind": step.kind, "operator": planned.description.fingerprint},
             Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
             has_features=step.kind == "filter",
+            keeps_count=step.kind != "filter" and not step.sees_batches(),
             num_proc=self._pipeline.num_proc or 1,
             tell=tell,
             title=step.name,

@@ -9,7 +9,7 @@ Must never hold more rows than a block's, and those that are being read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import datasets
@@ -77,8 +77,7 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
     for number, file in enumerate(files, start=1):
         group.append(file)
         size += file.blob.size
-        chance = int.from_bytes(file.blob.digest[:4], "little") * _SMALLEST_FILE
-        is_whole = chance < file.blob.size << 32 or size >= 4 * _SMALLEST_FILE
+        is_whole = ends_block(file.blob.digest, file.blob.size, size)
         if is_whole and is_first and first_rows:
             is_whole = sum(len(item.table.read_file(item.place)) for item in group) >= first_rows
         if is_whole or number == len(files):
@@ -86,9 +85,19 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
             group, size, is_first = [], 0, False
 
 
+def ends_block(digest: bytes, size: int, group_size: int) -> bool:
+    """Whether a file of that digest and size ends a block, with which the block's files have that size."""
+    chance = int.from_bytes(digest[:4], "little") * _SMALLEST_FILE
+    return chance < size << 32 or group_size >= 4 * _SMALLEST_FILE
+
+
+def joined_digest(digests: Sequence[bytes]) -> bytes:
+    """The digest of a block of files."""
+    return digests[0] if len(digests) == 1 else blake3(b"".join(digests)).digest()
+
+
 def _block_of(files: list[_File]) -> SourceBlock:
-    digests = [file.blob.digest for file in files]
-    digest = digests[0] if len(digests) == 1 else blake3(b"".join(digests)).digest()
+    digest = joined_digest([file.blob.digest for file in files])
 
     def read() -> pa.Table:
         return pa.concat_tables([file.table.read_file(file.place) for file in files])

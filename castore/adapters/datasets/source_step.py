@@ -9,6 +9,7 @@ interpret the key.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from pathlib import Path
 import datasets
 
 from castore.adapters.datasets import dataset_entries, step_runner
+from castore.adapters.datasets.explain import INPUT_CHANGED, Explanation, FileChanges, find_records
 from castore.adapters.datasets.lazy_dataset import LazyDataset
-from castore.adapters.datasets.source_units import FindUnits, NoteRows, run_by_units
+from castore.adapters.datasets.source_units import FindUnits, NoteRows, Units, pieces_of, run_by_units
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import CastoreError
 from castore.store import Store
@@ -87,6 +89,35 @@ def identify_by(key: str, dataset: datasets.Dataset) -> datasets.Dataset:
 def dataset_of_key(key: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset:
     """The dataset of a key, which ``load`` reads at first use; until then only the key is known."""
     return LazyDataset(datasets.DatasetInfo(), None, fingerprint_of_key(key), None, None, load)
+
+
+def input_of_units(key: str, found: Units, store: Store, load: Callable[[], datasets.Dataset]) -> LazyDataset:
+    """The dataset of a key that has units, for explanations: it tells which of them are kept."""
+    info = datasets.DatasetInfo(features=found.features)
+    dataset = LazyDataset(info, found.split, fingerprint_of_key(key), None, None, load)
+    dataset.pieces = pieces_of(store, found)
+    return dataset
+
+
+def last_input_key(store: Store, pipeline: str) -> str | None:
+    """The key of the input of the latest result of a pipeline's first step; None if none is kept."""
+    for record in find_records(store, pipeline):
+        if record.get("pipeline") == pipeline and record["number"] == 0:
+            return str(record["input"]).removeprefix(fingerprint_of_key(""))
+    return None
+
+
+def with_files(explanations: list[Explanation], changes: FileChanges) -> list[Explanation]:
+    """The explanations, with how the files of the input have changed, where the first step tells of that."""
+    if not explanations or INPUT_CHANGED not in explanations[0].changes:
+        return explanations
+    told = [str(changes) if change == INPUT_CHANGED else change for change in explanations[0].changes]
+    return [dataclasses.replace(explanations[0], changes=told, files=changes), *explanations[1:]]
+
+
+def find_kept_input(store: Store, key: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:
+    """The dataset of a key, if it is kept; ``load`` reads it at first use."""
+    return _find_kept(store, step_runner.step_name("source", key), load)
 
 
 def _find_kept(store: Store, name: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:

@@ -28,6 +28,7 @@ from castore.adapters.datasets import dataset_entries, scratch, step_runner
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER, NoRoomError, write_result
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.forecast import Piece
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, fingerprint_of_key
 from castore.adapters.mapped_check import note_new
@@ -206,6 +207,20 @@ def find_unit(store: Store, key: str) -> KeptUnit | None:
         store.count_use(block)
     blocks = [(digest, rows) for digest, rows in told["blocks"]]
     return KeptUnit(blocks, told["rows"], stored, told["seconds"], False)
+
+
+def pieces_of(store: Store, found: Units) -> list[Piece]:
+    """The files of an input, for a forecast: blocks of units that are kept, and one for each other unit."""
+    pieces: list[Piece] = []
+    for unit in found.units:
+        kept = find_unit(store, unit.key)
+        if kept is None:
+            pieces.append(Piece(None, None, unit.size))
+            continue
+        for digest, rows in kept.blocks:
+            blob = store.blob(digest)
+            pieces.append(Piece(digest, rows, unit.size if blob is None else blob.size))
+    return pieces
 
 
 def _is_there(found: Found | None) -> bool:
