@@ -19,7 +19,7 @@ try:
     from castore.recipes.pipeline_config import CacheStageConfig, DatasetConfig, PipelineConfig
     from castore.recipes.recipe import Recipe, parse, read
     from castore.recipes.registry import make, register
-    from castore.recipes.runner import Outcome, estimate, explain, process
+    from castore.recipes.runner import Outcome, blame, estimate, explain, process
 except ModuleNotFoundError as error:
     if error.name != "yaml":
         raise
@@ -31,6 +31,7 @@ __all__ = [
     "Outcome",
     "PipelineConfig",
     "Recipe",
+    "blame",
     "estimate",
     "explain",
     "make",

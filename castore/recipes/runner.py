@@ -15,7 +15,7 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import Estimate, Explanation, Pipeline, Progress, StepReport, wait
+from castore.adapters.datasets import Blame, Estimate, Explanation, Pipeline, Progress, StepReport, wait
 from castore.adapters.datasets.source_step import (
     dataset_of_key,
     find_kept_input,
@@ -33,6 +33,7 @@ from castore.recipes.noted_files import compare, find_files, note_files
 from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
 from castore.recipes.seen_files import SeenFiles
+from castore.recipes.source_rows import find_place
 from castore.recipes.sources import SAVED, FileIdentity, Source, find
 from castore.store import Store
 
@@ -136,6 +137,34 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
     last = last_input_key(store, pipeline.name)
     before = None if last is None else find_files(store, last)
     return told if before is None else with_files(told, compare(before, source.files, seen))
+
+
+def blame(recipe: Recipe, store: Store, row: int) -> Blame:
+    """Find out where a row of a recipe's result comes from: file and row, and what each step did to it.
+
+    Reads results that are kept, and runs no step.
+
+    Args:
+        recipe: a recipe that was run over the files as they are now.
+        store: the store of the run.
+        row: the number of the row in the result, from 0.
+
+    Raises:
+        InvalidValueError: the recipe keeps no steps, or its result has no such row.
+        NotFoundError: the result of the run is not kept.
+        CastoreError, OSError: the recipe is wrong, or its files are missing.
+    """
+    pipeline = make_pipeline(recipe, store)
+    source, seen = find_source(recipe), SeenFiles(store)
+    digits = identify(source, store, seen=seen)
+    with quiet():
+
+        def load() -> datasets.Dataset:
+            return load_input(recipe, pipeline)
+
+        found = pipeline.blame(find_kept_input(store, digits, load) or dataset_of_key(digits, load), row)
+    place = find_place(source, find_files(store, digits), found.rows_in)
+    return dataclasses.replace(found, source=place)
 
 
 def estimate(recipe: Recipe, store: Store) -> Estimate:

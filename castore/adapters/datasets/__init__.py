@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 try:
     from castore.adapters.datasets.background import wait
+    from castore.adapters.datasets.blame import Blame, BlameStep, SourceRow
     from castore.adapters.datasets.cache import DatasetCache
     from castore.adapters.datasets.disk_space import Estimate
     from castore.adapters.datasets.explain import Explanation, FileChanges
@@ -37,6 +38,8 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError.of(error.name, "datasets") from error
 
 __all__ = [
+    "Blame",
+    "BlameStep",
     "CacheStageConfig",
     "CacheWarning",
     "DatasetCache",
@@ -48,6 +51,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineResult",
     "Progress",
+    "SourceRow",
     "StepReport",
     "cached_filter",
     "cached_map",

@@ -20,6 +20,7 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
+from castore.adapters.datasets.blame import Blame, Passed, trace
 from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockStep, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
@@ -35,8 +36,8 @@ from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Prog
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
 from castore.adapters.datasets.steps import BATCH_ROWS, BLOCK_KINDS, RunOptions, Step, steps_of
-from castore.adapters.datasets.tables import fingerprint_of_key
-from castore.errors import InvalidValueError
+from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
+from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
@@ -192,6 +193,65 @@ class Pipeline:
             pieces = found.pieces
             dataset = stand_in(found.features, pieces)
         return told
+
+    def blame(self, dataset: datasets.Dataset, row: int) -> Blame:
+        """Where a row of the result comes from: the row of the input, and what each step did to it.
+
+        Reads results that are kept, and runs nothing.
+
+        Args:
+            dataset: the input of a run.
+            row: the number of the row in the result of that run, from 0.
+
+        Raises:
+            InvalidValueError: the pipeline keeps no steps, or the result has no such row.
+            NotFoundError: the result of the run is not kept.
+            UnhashableError: a part of an operator has no stable hash.
+
+        >>> import tempfile
+        >>> texts = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+        >>> class Long:
+        ...     def compute_stats(self, sample):
+        ...         return sample
+        ...     def process(self, sample):
+        ...         return len(sample["text"]) > 3
+        >>> pipeline = Pipeline([Long()], store=Store(tempfile.mkdtemp() + "/cache"))
+        >>> pipeline.run(texts).dataset["text"][:]
+        ['three']
+        >>> pipeline.blame(texts, 0).rows_in
+        (2, 2)
+        """
+        if not self.use_cache:
+            raise InvalidValueError("blame reads the results of steps, and this pipeline keeps none")
+        pending_puts.wait()
+        planned = self.plan(dataset)
+        kept = [step_runner.load_step(self.store, step.name) for step in planned]
+        if planned and kept[-1] is None:
+            raise NotFoundError(
+                f"the result of {planned[-1].step.name!r}, the last step, is not kept; run the pipeline first"
+            )
+        results = [dataset, *(None if outcome is None else outcome.dataset for outcome in kept)]
+        rows = 0 if results[-1] is None else len(results[-1])
+        if not 0 <= row < rows:
+            there = f"rows 0 to {rows - 1:,}" if rows else "no rows"
+            raise InvalidValueError(f"the result has {there}, so no row {row!r}; give one of its rows")
+        passed = [
+            self._passed(step, before, after)
+            for step, before, after in zip(planned, results[:-1], results[1:], strict=True)
+        ]
+        return trace(passed, row)
+
+    def _passed(
+        self, step: PlannedStep, before: datasets.Dataset | None, after: datasets.Dataset | None
+    ) -> Passed:
+        """A step that has run, from what is kept of it."""
+        entry = self.store.entry(f"{step.name}/{STATE_FILE}")
+        record, when = ({}, None) if entry is None else (entry.metadata, entry.created)
+        cut = None
+        if before is not None and after is not None:
+            cut = _Run(self, before, ProgressMeter(self.steps, None)).in_blocks(step)
+        blocks = None if cut is None else (BlockRun(self.store, cut, StorageOptions(self.codec)), cut)
+        return Passed(step, record, when, before, after, blocks)
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
