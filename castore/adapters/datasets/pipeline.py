@@ -230,6 +230,8 @@ class Pipeline:
             raise NotFoundError(
                 f"the result of {planned[-1].step.name!r}, the last step, is not kept; run the pipeline first"
             )
+        if isinstance(dataset, LazyDataset) and dataset.info.features is None:
+            dataset = dataset.read()
         results = [dataset, *(None if outcome is None else outcome.dataset for outcome in kept)]
         rows = 0 if results[-1] is None else len(results[-1])
         if not 0 <= row < rows:
