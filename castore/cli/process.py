@@ -291,6 +291,10 @@ def _rounded(seconds: float) -> float:
 
 
 def _sums(outcome: Outcome) -> Iterator[str]:
+    if outcome.files_read:
+        saved = format_duration(_rounded(outcome.seconds_saved)) if outcome.seconds_saved else ""
+        kept = f"; the others are kept, and took {saved} when they were read" if saved else ""
+        yield f"{outcome.files_read:,} of {plural(outcome.files, 'file')} read{kept}"
     stored, logical = (sum(getattr(step, name) for step in outcome.steps) for name in ("stored", "logical"))
     if stored:
         yield f"the steps take {format_size(stored)} in the store, {format_size(logical)} uncompressed"

@@ -25,7 +25,7 @@ from castore.adapters.datasets.source_step import (
     open_input,
     with_files,
 )
-from castore.adapters.datasets.source_units import DependentFileError
+from castore.adapters.datasets.source_units import DependentFileError, KeptUnit
 from castore.recipes import export
 from castore.recipes.by_file import find_units
 from castore.recipes.mixture import Mixture, find_sources, identify, read
@@ -49,6 +49,9 @@ class Outcome:
         rows_in, rows_out: rows of the source, and rows of the result.
         seconds: the duration of the whole run.
         steps: one report for each step.
+        files: the files of the source.
+        files_read: those whose rows were read in this run; all others were kept, or not needed.
+        seconds_saved: seconds that reading took of those files whose rows were kept, where that is known.
     """
 
     project_name: str
@@ -58,10 +61,26 @@ class Outcome:
     rows_out: int
     seconds: float
     steps: list[StepReport]
+    files: int = 0
+    files_read: int = 0
+    seconds_saved: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class FilesReport:
+    """How a run came to the rows of its files: see `Outcome`."""
+
+    files_read: int = 0
+    seconds_saved: float = 0.0
+
+    def count(self, kept: Sequence[KeptUnit]) -> None:
+        """Count the files of some units."""
+        self.files_read = sum(len(unit.rows) for unit in kept if unit.new is not None)
+        self.seconds_saved = sum(unit.seconds for unit in kept if unit.new is None)
 
 
 def make_pipeline(recipe: Recipe, store: Store) -> Pipeline:
@@ -102,7 +121,12 @@ def load_input(recipe: Recipe, pipeline: Pipeline, *, lazy: bool = False) -> dat
 
 
 def _open_input(
-    source: Source | Mixture, recipe: Recipe, pipeline: Pipeline, *, lazy: bool
+    source: Source | Mixture,
+    recipe: Recipe,
+    pipeline: Pipeline,
+    *,
+    lazy: bool,
+    report: FilesReport | None = None,
 ) -> datasets.Dataset:
     return open_source(
         source,
@@ -111,6 +135,7 @@ def _open_input(
         codec=pipeline.codec,
         temp_dir=recipe.temp_dir,
         lazy=lazy,
+        report=report,
     )
 
 
@@ -204,10 +229,11 @@ def process(
     pipeline = make_pipeline(recipe, store)
     source = find_source(recipe)
     export.check_apart(recipe.export_path, source.files)
+    report = FilesReport()
     with quiet():
         try:
             # A run that continues after its checkpoint never reads its input.
-            dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint)
+            dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint, report=report)
             result = pipeline.run(dataset, progress=progress)
             size = export.export(
                 result.dataset, recipe.export_path, exported, keep_stats=recipe.keep_stats_in_res_ds
@@ -224,6 +250,9 @@ def process(
         len(result.dataset),
         round(time.perf_counter() - began, 3),
         result.steps,
+        len(source.files),
+        report.files_read,
+        round(report.seconds_saved, 6),
     )
 
 
@@ -236,6 +265,7 @@ def open_source(
     temp_dir: str | os.PathLike[str] | None = None,
     identity: FileIdentity = "content",
     lazy: bool = False,
+    report: FilesReport | None = None,
 ) -> datasets.Dataset:
     """The dataset of files, with a fingerprint that identifies them. A stored dataset is read at first use.
 
@@ -247,6 +277,7 @@ def open_source(
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
         identity: the identity of files: their content, their path (with size and modification time), or both.
         lazy: read an uncached dataset at first use too, for a run that may never use it.
+        report: is told which files were read.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.
@@ -257,13 +288,17 @@ def open_source(
         # Map the dataset where it is: another copy gains nothing.
         return identify_by(digits, read(source, ""))
 
+    told = FilesReport() if report is None else report
+
     def read_all(folder: Path) -> datasets.Dataset:
         rows = read(source, folder)
         seen.check(source.files)
+        told.files_read, told.seconds_saved = len(source.files), 0.0
         return rows
 
-    def note(rows: Sequence[int] | None) -> None:
-        note_files(store, digits, source.files, seen, rows)
+    def note(kept: Sequence[KeptUnit]) -> None:
+        told.count(kept)
+        note_files(store, digits, source.files, seen, [rows for unit in kept for rows in unit.rows])
 
     dataset = open_input(
         digits,
@@ -274,8 +309,8 @@ def open_source(
         temp_dir=temp_dir,
         lazy=lazy,
         find_units=lambda folder: find_units(source, seen, store, folder),
-        note_rows=note,
+        note_units=note,
     )
     if cached and identity != "path":
-        note(None)
+        note_files(store, digits, source.files, seen, None)
     return dataset

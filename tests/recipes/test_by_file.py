@@ -472,6 +472,38 @@ def test_a_file_that_changes_while_all_are_read_at_once_is_an_error(
             len(runner.open_source(source, reading.store, cached=False, codec="zstd"))
 
 
+def test_files_that_depend_on_each_other_are_kept_once_and_tried_once(reading: Reading) -> None:
+    for number in range(3):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
+    write_lines(reading.folder / "3.jsonl", [{"text": "x", "n": 1, "x": 0.5}, {"text": {"p": 1}, "n": 2}])
+    assert reading.read() == reading.read_whole()
+    wait()
+    assert reading.files == ["0.jsonl", "1.jsonl", "2.jsonl", "3.jsonl"]
+    assert list(reading.store.entries(BLOCKS_FOLDER)) == []
+    write_lines(reading.folder / "4.jsonl", rows_of(4))
+    assert reading.read() == reading.read_whole()
+    wait()
+    assert reading.files == []
+    (reading.folder / "3.jsonl").unlink()
+    assert reading.read() == reading.read_whole()
+    assert reading.files == ["0.jsonl", "1.jsonl", "2.jsonl", "4.jsonl"]
+
+
+def test_a_run_tells_how_many_files_it_read(reading: Reading) -> None:
+    for number in range(3):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
+    recipe = Recipe(str(reading.folder), str(reading.folder.parent / "out.jsonl"), [lower])
+    first = runner.process(recipe, store=reading.store)
+    again = runner.process(recipe, store=reading.store)
+    write_lines(reading.folder / "3.jsonl", rows_of(3))
+    more = runner.process(recipe, store=reading.store)
+    assert [(ran.files, ran.files_read) for ran in (first, again, more)] == [(3, 3), (3, 0), (4, 1)]
+    assert (first.seconds_saved, again.seconds_saved) == (0.0, 0.0)
+    assert more.seconds_saved > 0.0
+    whole = runner.process(dataclasses.replace(recipe, use_cache=False), store=reading.store)
+    assert (whole.files, whole.files_read) == (4, 4)
+
+
 def test_a_store_without_room_for_the_files_reads_them_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(4):
@@ -482,6 +514,7 @@ def test_a_store_without_room_for_the_files_reads_them_all_the_same(tmp_path: Pa
         rows = told(runner.open_source(source, store, cached=True, codec="zstd"))
         with pytest.warns(CacheWarning):
             wait()
+        assert list(store.entries(UNITS_FOLDER)) == []
     assert rows == told(sources.read(source, tmp_path / "work"))
 
 

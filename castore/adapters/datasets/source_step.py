@@ -20,7 +20,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.explain import INPUT_CHANGED, Explanation, FileChanges, find_records
 from castore.adapters.datasets.lazy_dataset import LazyDataset
-from castore.adapters.datasets.source_units import FindUnits, NoteRows, Units, pieces_of, run_by_units
+from castore.adapters.datasets.source_units import FindUnits, NoteUnits, Units, pieces_of, run_by_units
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import CastoreError
 from castore.store import Store
@@ -36,7 +36,7 @@ def open_input(
     temp_dir: str | os.PathLike[str] | None = None,
     lazy: bool = False,
     find_units: FindUnits | None = None,
-    note_rows: NoteRows = lambda rows: None,
+    note_units: NoteUnits = lambda kept: None,
 ) -> datasets.Dataset:
     """The dataset of a key: from the store, or read.
 
@@ -50,7 +50,7 @@ def open_input(
         lazy: call ``read`` at first use too, for a run that may never use the rows.
         find_units: finds the units of the data, for a dataset that is kept; where it has some, ``read`` is
             not called.
-        note_rows: receives the rows of each file of the units.
+        note_units: receives the units, where they had to be looked at.
 
     Raises:
         FullError, OSError: the disk is full, or the files cannot be written.
@@ -70,7 +70,7 @@ def open_input(
 
     def load() -> datasets.Dataset:
         if find_units is not None:
-            found = run_by_units(store, name, find_units, record, options, temp_dir, note_rows)
+            found = run_by_units(store, name, find_units, record, options, temp_dir, note_units)
             if found is not None:
                 return found
         return step_runner.run_or_load(

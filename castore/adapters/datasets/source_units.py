@@ -41,6 +41,8 @@ from castore.write.batch import Batch
 UNITS_FOLDER = ".datasets/units"
 # Runs in which gc takes blocks before they have the step's name.
 _ATTEMPTS = 3
+# For so long a unit is not tried again that could not be read by itself.
+_REMEMBERED_SECONDS = 30 * 86400.0
 # So much of an input says how large the rest will be.
 _SHOWS_SIZE = 1 / 20
 
@@ -87,20 +89,20 @@ class KeptUnit(NamedTuple):
         rows: rows of each of its files.
         stored: bytes of its blocks in the store.
         seconds: time that it took to read the files and to keep the rows.
-        is_new: whether it was read now.
+        new: names of entries that were put for it now, and were not there before; None if it was kept.
     """
 
     blocks: Sequence[tuple[str, int]]
     rows: Sequence[int]
     stored: int
     seconds: float
-    is_new: bool
+    new: Sequence[str] | None
 
 
 #: Finds the units of an input, given a folder for temporary files; raises DependentFileError if it has none.
 FindUnits = Callable[[Path], Units]
-#: Receives the rows of each file of the input, in order.
-NoteRows = Callable[[Sequence[int]], object]
+#: Receives the units of an input, in order, once all of them are kept.
+NoteUnits = Callable[[Sequence[KeptUnit]], object]
 
 
 def run_by_units(
@@ -110,7 +112,7 @@ def run_by_units(
     record: dict[str, Any],
     options: StorageOptions,
     temp_dir: str | os.PathLike[str] | None,
-    note_rows: NoteRows,
+    note_units: NoteUnits,
 ) -> datasets.Dataset | None:
     """The input as a step, from the units that are kept and those that are read now.
 
@@ -120,7 +122,7 @@ def run_by_units(
         record: metadata to keep with the step; ``rows_in``, ``rows_out`` and ``seconds`` are added.
         options: the storage options.
         temp_dir: the folder of uncompressed files; by default below the store.
-        note_rows: receives the rows of each file, before the step is kept.
+        note_units: receives the units, before the step is kept.
 
     Returns:
         None if the input has to be read as a whole: a file cannot be read by itself, or there is no room.
@@ -134,11 +136,11 @@ def run_by_units(
             try:
                 found = find_units(work.parent)
                 kept = _keep_units(store, found, options, work)
-                rows = [count for unit in kept for count in unit.rows]
-                if not sum(rows):
+                rows = sum(count for unit in kept for count in unit.rows)
+                if not rows:
                     return None
-                note_rows(rows)
-                told = {"rows_in": 0, "rows_out": sum(rows), "seconds": round(time.perf_counter() - began, 6)}
+                note_units(kept)
+                told = {"rows_in": 0, "rows_out": rows, "seconds": round(time.perf_counter() - began, 6)}
                 part = _part(found, kept, fingerprint_of_key(name.rpartition("_")[2]))
                 dataset_entries.put_parts(store, name, {"": part}, options, {**record, **told})
             except NotFoundError:
@@ -175,28 +177,39 @@ def _keep_units(store: Store, found: Units, options: StorageOptions, work: Path)
     """
     total = sum(unit.size for unit in found.units)
     size = stored = 0
-    kept = []
-    for unit in found.units:
-        result = find_unit(store, unit.key)
-        if result is None:
-            with store_locks(store).hold(f"{UNITS_FOLDER}/{unit.key}"):
-                result = find_unit(store, unit.key) or _read_unit(store, unit, found.features, options, work)
-        kept.append(result)
-        size, stored = size + unit.size, stored + result.stored
-        most = store.settings.max_size
-        # Later units would push earlier ones out.
-        if most is not None and size >= total * _SHOWS_SIZE and stored * total > most * size:
-            raise NoRoomError
-    return kept
+    kept = [find_unit(store, unit.key) for unit in found.units]
+    try:
+        for number, unit in enumerate(found.units):
+            result = kept[number]
+            if result is None:
+                with store_locks(store).hold(f"{UNITS_FOLDER}/{unit.key}"):
+                    result = find_unit(store, unit.key)
+                    result = result or _read_unit(store, unit, found.features, options, work)
+            kept[number] = result
+            size, stored = size + unit.size, stored + result.stored
+            most = store.settings.max_size
+            # Later units would push earlier ones out.
+            if most is not None and size >= total * _SHOWS_SIZE and stored * total > most * size:
+                raise NoRoomError
+    except (DependentFileError, NoRoomError, FullError, TooLargeError):
+        # The input is kept as a whole then, and those rows would be there twice.
+        store.delete_many([name for unit in kept if unit is not None for name in unit.new or ()])
+        raise
+    return [unit for unit in kept if unit is not None]
 
 
 def find_unit(store: Store, key: str) -> KeptUnit | None:
-    """The unit of a key, if all of it is kept."""
-    name = f"{UNITS_FOLDER}/{key}"
-    text = store.get(name)
+    """The unit of a key, if all of it is kept.
+
+    Raises:
+        DependentFileError: it cannot be read by itself, as was found before.
+    """
+    text = store.get(f"{UNITS_FOLDER}/{key}")
     if text is None:
         return None
     told = json.loads(text)
+    if told is None:
+        raise DependentFileError
     names = [f"{BLOCKS_FOLDER}/{digest}" for digest, _ in told["blocks"]]
     found = store.find_many(names)
     stored = 0
@@ -206,7 +219,7 @@ def find_unit(store: Store, key: str) -> KeptUnit | None:
         stored += found[block].blob.stored
         store.count_use(block)
     blocks = [(digest, rows) for digest, rows in told["blocks"]]
-    return KeptUnit(blocks, told["rows"], stored, told["seconds"], False)
+    return KeptUnit(blocks, told["rows"], stored, told["seconds"], None)
 
 
 def pieces_of(store: Store, found: Units) -> list[Piece]:
@@ -241,18 +254,32 @@ def _read_unit(
     batch = store.batch(codec=options.codec, level=options.level, ttl=ttl)
     blocks: list[tuple[str, int]] = []
     rows: list[int] = []
+    new: list[str] = []
 
     def put() -> None:
         blocks[:], rows[:] = [], [0] * unit.files
         blocks.extend(_put_blocks(batch, _counted(unit.read(), rows), features, work))
+        new[:] = _missing(store, [f"{BLOCKS_FOLDER}/{digest}" for digest, _ in blocks])
         seconds = round(time.perf_counter() - began, 6)
         told = {"blocks": blocks, "rows": rows, "seconds": seconds}
         batch.put(f"{UNITS_FOLDER}/{unit.key}", json.dumps(told).encode(), codec="zstd")
 
-    entries = batch.run(put)
+    try:
+        entries = batch.run(put)
+    except DependentFileError as error:
+        # Another reading would end like this one, unless the disk or the memory has failed.
+        if not isinstance(error.__cause__, OSError | MemoryError):
+            store.put(f"{UNITS_FOLDER}/{unit.key}", b"null", ttl=_REMEMBERED_SECONDS)
+        raise
     _note_as_good(store, entries, started)
     stored = sum(entry.stored for entry in entries)
-    return KeptUnit(blocks, rows, stored, time.perf_counter() - began, True)
+    seconds = time.perf_counter() - began
+    return KeptUnit(blocks, rows, stored, seconds, [*new, f"{UNITS_FOLDER}/{unit.key}"])
+
+
+def _missing(store: Store, names: list[str]) -> list[str]:
+    found = store.find_many(names)
+    return [name for name in names if name not in found]
 
 
 def _counted(tables: Iterator[tuple[int, pa.Table]], rows: list[int]) -> Iterator[pa.Table]:
