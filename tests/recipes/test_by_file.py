@@ -413,23 +413,45 @@ def test_a_block_that_is_gone_costs_its_file(reading: Reading, damage: str) -> N
     assert reading.files == ["0.jsonl"]
 
 
+def start_reading(folder: Path, store: Store, stem: str, told: Path) -> subprocess.Popen[str]:
+    """Start a process that reads a folder; see `folders_job`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.recipes.folders_job", folder, store.path, stem, told],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_that_read_the_same_files_at_once_read_each_once(reading: Reading, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for number in range(8):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
+        write_lines(tmp_path / "more" / f"{number}.jsonl", rows_of(number))
+    write_lines(tmp_path / "more" / "8.jsonl", rows_of(8))
+    running = [
+        start_reading(folder, reading.store, "none", tmp_path / "told")
+        for folder in (reading.folder, tmp_path / "more", reading.folder)
+    ]
+    read = [name for process in running for name in process.communicate()[0].split()]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert sorted(read) == [f"{number}.jsonl" for number in range(9)]
+    assert reading.read() == reading.read_whole()
+    assert reading.files == []
+
+
 def test_a_first_run_that_is_killed_goes_on_behind_the_files_that_were_done(
     reading: Reading, tmp_path: Path
 ) -> None:
     for number in range(6):
         write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
-    code = "from castore.recipes import by_file; by_file.UNIT_BYTES = 1; "
-    code += "from tests.recipes.folders_job import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, reading.folder, reading.store.path, "4", tmp_path / "told"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    process = start_reading(reading.folder, reading.store, "4", tmp_path / "told")
     while not (tmp_path / "told").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     assert reading.read() == reading.read_whole()
     assert reading.files == ["4.jsonl", "5.jsonl"]
 

@@ -230,11 +230,10 @@ def _find_by_column(told: BlameStep, span: _Span, row: int) -> BlameStep:
         if pc.all(pc.is_in(new, value_set=old)).as_py():
             number = span.first_in + int(pc.index(old, new[row - span.first_out]).as_py())
             return dataclasses.replace(told, rows_in=(number, number), note=f"told by the column {name!r}")
-    return dataclasses.replace(
-        told,
-        rows_in=(span.first_in, span.first_in + span.rows_in - 1),
-        note="a batched operator: any rows of the block may have made it",
-    )
+    note = "a batched operator: any rows of the block may have made it"
+    if span.rows_in == span.rows_out:
+        note += f"; row {span.first_in + row - span.first_out:,}, if it keeps rows in their places"
+    return dataclasses.replace(told, rows_in=(span.first_in, span.first_in + span.rows_in - 1), note=note)
 
 
 def _all_differ(column: pa.ChunkedArray) -> bool:

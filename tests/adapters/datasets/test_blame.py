@@ -61,7 +61,7 @@ class Batched:
     """A mapper that sees batches, and drops some of their rows."""
 
     def process_batched(self, samples: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        kept = [n for n, text in enumerate(samples["text"]) if len(text) % 5]
+        kept = [n for n, text in enumerate(samples["text"]) if len(text) % 4]
         return {
             name: [f"{values[n]}." if name == "text" else values[n] for n in kept]
             for name, values in samples.items()
@@ -132,7 +132,7 @@ def test_one_of_equal_rows_is_told_as_one_of_them(store: Store) -> None:
 def test_a_batched_mapper_without_a_column_to_tell_by_names_the_block(store: Store) -> None:
     data, pipeline = texts(numbered=False), Pipeline([upper, Batched(), Short()], store=store)
     result = pipeline.run(data).dataset
-    kept = [n for n, text in enumerate(data["text"][:]) if len(text) % 5 and (len(text) + 1) % 3]
+    kept = [n for n, text in enumerate(data["text"][:]) if len(text) % 4 and (len(text) + 1) % 3]
     assert len(kept) == len(result)
     for row in (0, 700, len(kept) - 1):
         told = pipeline.blame(data, row)
@@ -142,6 +142,23 @@ def test_a_batched_mapper_without_a_column_to_tell_by_names_the_block(store: Sto
         assert (first % 1000, last + 1 if last + 1 == COUNT else (last + 1) % 1000) in [(0, 0), (0, COUNT)]
         assert told.steps[1].note == "a batched operator: any rows of the block may have made it"
         assert (told.steps[0].rows_in, told.steps[0].changed) == (told.rows_in, None)
+
+
+class Louder:
+    """A mapper that sees batches, and keeps their rows in their places."""
+
+    def process_batched(self, samples: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"text": [text + "!" for text in samples["text"]]}
+
+
+def test_a_batched_mapper_that_gives_as_many_rows_is_taken_at_its_word_in_the_note_alone(
+    store: Store,
+) -> None:
+    data, pipeline = texts(numbered=False), Pipeline([Louder()], store=store)
+    pipeline.run(data)
+    [step] = pipeline.blame(data, 1234).steps
+    assert step.rows_in == (1000, 1999)
+    assert step.note.endswith("; row 1,234, if it keeps rows in their places")
 
 
 class Doubled:
