@@ -297,7 +297,7 @@ def _put_blocks(
     for number, block in enumerate(cut(tables, Cut())):
         # Joined, so that the file's bytes do not depend on how the rows came.
         table = InMemoryTable(block.combine_chunks())
-        path = write_result(datasets.Dataset(table, info=info), str(work))
+        path = write_result(datasets.Dataset(table, info=info, fingerprint="block"), str(work))
         name = f"{UNITS_FOLDER}/{number}"
         digest = batch.put_file(name, path)
         os.unlink(path)
