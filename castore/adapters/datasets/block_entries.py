@@ -48,8 +48,8 @@ class BlockResult(NamedTuple):
     size: int
     stored: int
     reused: bool
-    seconds: float
-    when: float
+    seconds: float = 0.0
+    when: float = 0.0
 
 
 class NoRoomError(Exception):
@@ -109,10 +109,10 @@ def put_result(
     rows_in: int,
     rows: int,
     features: str,
-    seconds: float,
     options: StorageOptions,
+    seconds: float = 0.0,
 ) -> BlockResult:
-    """Keep the result of a block.
+    """Keep the result of a block, with the seconds that the operator took for it.
 
     Raises:
         NoRoomError: it does not fit into the budget, or onto the disk.

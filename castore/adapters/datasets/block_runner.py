@@ -54,8 +54,8 @@ _VERSION = 1
 _SHOWS_SIZE = 1 / 20
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
-#: In the place of a result's features: the step has changed nothing.
-UNCHANGED = "null"
+# In the place of a result's features: the step has changed nothing.
+_UNCHANGED = "null"
 
 
 class MixedAnswersError(Exception):
@@ -209,7 +209,7 @@ class BlockRun:
                     bar.set_postfix_str(f"{reused:,} reused", refresh=False)
                 bar.update(rows)
             results = [item if isinstance(item, BlockResult) else item.result() for item in self._done]
-        if len({result.features == UNCHANGED for result in results}) > 1:
+        if len({result.features == _UNCHANGED for result in results}) > 1:
             raise MixedAnswersError
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
@@ -247,8 +247,7 @@ class BlockRun:
         """
         dataset = self._step.dataset
         told = own_copy(dataset)
-        features = _with_rows(results)[0].features
-        told._info.features = dataset.features.copy() if features == UNCHANGED else _parse(features)
+        told._info.features = self.features_of(results)
         told._fingerprint = fingerprint
         if dataset._format_columns is not None:  # as `map` does: new columns are shown
             hidden = set(dataset.column_names).difference(dataset._format_columns)
@@ -258,6 +257,11 @@ class BlockRun:
             lambda: [KeptFile(result.digest) for result in _with_rows(results)],
             lambda digests: describe_dataset(told, len(digests), rows),
         )
+
+    def features_of(self, results: Sequence[BlockResult]) -> datasets.Features:
+        """The features of the step's result, from the results of some of its blocks, at least one."""
+        features = _with_rows(results)[0].features
+        return self._step.dataset.features.copy() if features == _UNCHANGED else _parse(features)
 
     def _take(self, block: SourceBlock, first: int, keeper: Executor, workers: Executor | None) -> int:
         """Find the result of a block, or begin to make it; returns the block's rows."""
@@ -317,7 +321,7 @@ class BlockRun:
         try:
             made = written.result()
             result = put_result(
-                self._store, digits, made.path, rows, made.rows, made.features, made.seconds, self.options
+                self._store, digits, made.path, rows, made.rows, made.features, self.options, made.seconds
             )
         finally:
             scratch.remove(file)
@@ -361,7 +365,7 @@ def _run_block(
     )
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
-    known = None if features is None or features == UNCHANGED else _parse(features)
+    known = None if features is None or features == _UNCHANGED else _parse(features)
     began = time.perf_counter()
     try:
         result = step.run(BlockCall(block, first, known, file, digits))
@@ -371,9 +375,9 @@ def _run_block(
             raise MixedAnswersError from error
         raise
     is_unchanged = result._indices is None and result._data.table is block._data.table
-    if features is not None and is_unchanged != (features == UNCHANGED):
+    if features is not None and is_unchanged != (features == _UNCHANGED):
         raise MixedAnswersError
-    made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+    made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     path = write_result(result, str(file))
     return _Written(path, len(result), made, time.perf_counter() - began)
 

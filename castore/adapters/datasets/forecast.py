@@ -6,7 +6,6 @@ those that are not there: their rows are known only after a run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import datasets
 import pyarrow as pa
 
 from castore.adapters.datasets.block_entries import BlockResult
-from castore.adapters.datasets.block_runner import UNCHANGED, BlockRun, BlockStep
+from castore.adapters.datasets.block_runner import BlockRun, BlockStep
 from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
 from castore.adapters.datasets.source_blocks import SourceBlock, ends_block, joined_digest, source_blocks
 
@@ -91,8 +90,7 @@ def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> 
     results = [result for _, result in found if result is not None]
     if not step.has_features and not any(result.rows for result in results):
         return None
-    told = next((result.features for result in results if result.rows), UNCHANGED)
-    features = step.dataset.features if told == UNCHANGED else datasets.Features.from_dict(json.loads(told))
+    features = run.features_of(results) if results else step.dataset.features
     counts = [rows if result is None else result.rows_in for rows, result in found]
     return Forecast(
         blocks=len(found),
