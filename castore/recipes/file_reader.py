@@ -30,6 +30,7 @@ from datasets.table import table_cast
 from castore.adapters.datasets.source_units import DependentFileError
 from castore.recipes.csv_reader import ColumnTypes, CsvReader
 from castore.recipes.json_reader import JsonReader
+from castore.recipes.quiet import quiet
 
 #: Endings of compressed files that can be read.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
@@ -81,7 +82,7 @@ def find_types(kind: str, files: Sequence[str], folder: str) -> ColumnTypes:
     Raises:
         DependentFileError: a file cannot be read.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as links:
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
             assert isinstance(reader, CsvReader)
@@ -103,7 +104,7 @@ def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, fold
     Raises:
         DependentFileError: the files cannot be read, or have no rows, or rows that name other files.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as links:
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
             given = _arguments(reader, folder)
@@ -129,7 +130,7 @@ def read_tables(
     Raises:
         DependentFileError: the files cannot be read by themselves.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as links:
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
             # Given now, or the reader would look for them in these files.
@@ -140,20 +141,20 @@ def read_tables(
                 reader.types = common.types
             elif isinstance(reader, JsonReader):
                 reader.refuses_mixed = True
+            schema = common.features.arrow_schema
             for place, table in reader._generate_tables(**given):
                 assert isinstance(place, Key)
-                yield place.original_shard_id, _as_written(kind, table, common)
+                yield place.original_shard_id, _as_written(kind, table, schema, common.is_known_first)
         except DependentFileError:
             raise
         except Exception as error:  # from a dozen libraries: reading all files says what is wrong
             raise DependentFileError from error
 
 
-def _as_written(kind: str, table: pa.Table, common: Common) -> pa.Table:
+def _as_written(kind: str, table: pa.Table, schema: pa.Schema, is_known_first: bool) -> pa.Table:
     """A table as `datasets` writes it behind those of other files."""
-    schema = common.features.arrow_schema
     # Tables of one row are joined before they are cast, and must be alike for that.
-    if not common.is_known_first and len(table) == 1 and not table.schema.equals(schema):
+    if not is_known_first and len(table) == 1 and not table.schema.equals(schema):
         raise DependentFileError
     for field in schema:
         if pa.types.is_null(field.type) and field.name in table.column_names:
