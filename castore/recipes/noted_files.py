@@ -17,6 +17,8 @@ from castore.store import Store
 
 #: The folder of the notes.
 NOTES_FOLDER = ".datasets/sources"
+# Runs of one name that are looked through for the nearest: recipes without a name share one.
+_NEAREST = 20
 
 
 class NotedFile(NamedTuple):
@@ -61,6 +63,28 @@ def find_files(store: Store, key: str) -> list[NotedFile] | None:
     """The files of a source as they were last noted; None if they are not."""
     text = store.get(f"{NOTES_FOLDER}/{key}")
     return None if text is None else [NotedFile(*file) for file in json.loads(text)]
+
+
+def find_nearest(
+    store: Store, keys: Sequence[str], paths: Sequence[str], seen: SeenFiles
+) -> list[NotedFile] | None:
+    """The files of the source that has most in common with some files; None if none has anything.
+
+    Args:
+        store: has the notes.
+        keys: the keys of sources, the latest first. Only the first of them are looked at.
+        paths: the files.
+        seen: gives their digests.
+    """
+    now = {part for path in paths for part in (os.path.abspath(path), seen.digest(path))}
+    nearest: list[NotedFile] | None = None
+    most = 0
+    for key in keys[:_NEAREST]:
+        files = find_files(store, key) or []
+        shared = len(now.intersection(part for file in files for part in (file.path, file.digest)))
+        if shared > most:
+            nearest, most = files, shared
+    return nearest
 
 
 def compare(before: Sequence[NotedFile], paths: Sequence[str], seen: SeenFiles) -> FileChanges:

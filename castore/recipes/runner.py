@@ -21,7 +21,7 @@ from castore.adapters.datasets.source_step import (
     find_kept_input,
     identify_by,
     input_of_units,
-    last_input_key,
+    last_input_keys,
     open_input,
     with_files,
 )
@@ -29,7 +29,7 @@ from castore.adapters.datasets.source_units import DependentFileError, KeptUnit
 from castore.recipes import export
 from castore.recipes.by_file import find_units
 from castore.recipes.mixture import Mixture, find_sources, identify, read
-from castore.recipes.noted_files import compare, find_files, note_files
+from castore.recipes.noted_files import compare, find_files, find_nearest, note_files
 from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
 from castore.recipes.seen_files import SeenFiles
@@ -159,8 +159,7 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
     except DependentFileError:
         dataset = find_kept_input(store, digits, load) or dataset_of_key(digits, load)
     told = pipeline.explain(dataset)
-    last = last_input_key(store, pipeline.name)
-    before = None if last is None else find_files(store, last)
+    before = find_nearest(store, last_input_keys(store, pipeline.name), source.files, seen)
     return told if before is None else with_files(told, compare(before, source.files, seen))
 
 

@@ -368,6 +368,30 @@ def test_explain_names_files_that_are_new_or_changed_or_gone_or_moved(reading: R
         )
 
 
+def test_explain_compares_with_the_run_over_the_same_files_whatever_ran_since(
+    reading: Reading, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    for number in range(3):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
+        write_lines(tmp_path / "other" / f"x{number}.jsonl", rows_of(10 + number))
+    one, two = (
+        Recipe(str(folder), str(tmp_path / "out.jsonl"), [lower])
+        for folder in (reading.folder, tmp_path / "other")
+    )
+    for recipe in (one, two):
+        runner.process(recipe, store=reading.store)
+    write_lines(reading.folder / "3.jsonl", rows_of(3))
+    [explained] = runner.explain(one, reading.store)
+    assert explained.changes == ["1 file is new (3.jsonl)"]
+    (tmp_path / "third").mkdir()
+    write_lines(tmp_path / "third" / "y.jsonl", rows_of(20))
+    [explained] = runner.explain(
+        dataclasses.replace(one, dataset_path=str(tmp_path / "third")), reading.store
+    )
+    assert explained.changes == ["the input dataset has changed"]
+
+
 def test_explain_counts_rows_where_an_operator_has_changed(reading: Reading) -> None:
     for number in range(3):
         write_lines(reading.folder / f"{number}.jsonl", rows_of(number, 200))

@@ -99,12 +99,11 @@ def input_of_units(key: str, found: Units, store: Store, load: Callable[[], data
     return dataset
 
 
-def last_input_key(store: Store, pipeline: str) -> str | None:
-    """The key of the input of the latest result of a pipeline's first step; None if none is kept."""
-    for record in find_records(store, pipeline):
-        if record.get("pipeline") == pipeline and record["number"] == 0:
-            return str(record["input"]).removeprefix(fingerprint_of_key(""))
-    return None
+def last_input_keys(store: Store, pipeline: str) -> list[str]:
+    """The keys of inputs over which a pipeline's first step is kept, the latest first."""
+    records = [record for record in find_records(store, pipeline) if record.get("pipeline") == pipeline]
+    inputs = [str(record["input"]) for record in records if record["number"] == 0]
+    return [given.removeprefix(fingerprint_of_key("")) for given in dict.fromkeys(inputs)]
 
 
 def with_files(explanations: list[Explanation], changes: FileChanges) -> list[Explanation]:
