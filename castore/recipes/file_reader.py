@@ -28,7 +28,7 @@ from datasets.packaged_modules.text.text import Text
 from datasets.table import table_cast
 
 from castore.adapters.datasets.source_units import DependentFileError
-from castore.recipes.csv_reader import ColumnTypes, CsvReader
+from castore.recipes.csv_reader import ColumnTypes, CsvReader, join_types
 from castore.recipes.json_reader import JsonReader
 from castore.recipes.quiet import quiet
 
@@ -149,6 +149,23 @@ def read_tables(
             raise
         except Exception as error:  # from a dozen libraries: reading all files says what is wrong
             raise DependentFileError from error
+
+
+def find_unreadable(kind: str, files: Sequence[str], folder: str) -> str | None:
+    """The first of some files that cannot be read behind the first of them; None if there is none."""
+    types: list[ColumnTypes] = []
+    common: Common | None = None
+    file = files[0]
+    try:
+        for file in files if kind in TYPED_BY_ALL_ROWS else ():
+            types += [find_types(kind, [file], folder)]
+        for file in files:
+            common = common or find_common(kind, [file], join_types(types) if types else None, folder)
+            for _ in read_tables(kind, [file], common, folder):
+                pass
+    except DependentFileError as error:
+        return None if error.__cause__ is None else file
+    return None
 
 
 def _as_written(kind: str, table: pa.Table, schema: pa.Schema, is_known_first: bool) -> pa.Table:

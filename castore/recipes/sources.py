@@ -230,9 +230,9 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
         except CastoreError:
             raise
         except OSError as error:
-            raise error if error.filename else _unreadable_error(source, error) from error
+            raise error if error.filename else _unreadable_error(source, error, folder) from error
         except Exception as error:  # from a dozen libraries: pandas, pyarrow, codecs, datasets' own
-            raise _unreadable_error(source, error) from error
+            raise _unreadable_error(source, error, folder) from error
 
 
 def _read(source: Source, folder: str) -> datasets.Dataset:
@@ -243,7 +243,7 @@ def _read(source: Source, folder: str) -> datasets.Dataset:
     return file_reader.read_dataset(source.kind, source.files, folder)
 
 
-def _unreadable_error(source: Source, error: Exception) -> InvalidValueError:
+def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLike[str]) -> InvalidValueError:
     causes = [error]
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
@@ -257,7 +257,13 @@ def _unreadable_error(source: Source, error: Exception) -> InvalidValueError:
         text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
-    return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}")
+    where = ""
+    if foreign is None and len(source.files) > 1 and source.kind != SAVED:
+        file = file_reader.find_unreadable(source.kind, source.files, os.fspath(folder))
+        where = "" if file is None else f", in {file!r}"
+    return InvalidValueError(
+        f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}{where}"
+    )
 
 
 def _describe_foreign_line(source: Source) -> str | None:

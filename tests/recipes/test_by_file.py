@@ -183,6 +183,25 @@ def rows_or_error(read: Callable[[], Any]) -> Any:
         return str(error)
 
 
+BROKEN: dict[str, tuple[str, str, str]] = {
+    "numbers with fractions behind integers": ("jsonl", '{"a": 1}\n{"a": 2}\n', '{"a": 0.5}\n{"a": 1}\n'),
+    "no JSON": ("jsonl", '{"a": 1}\n{"a": 2}\n', "{]\n{]\n"),
+    "another column": ("jsonl", '{"a": 1}\n{"a": 2}\n', '{"b": 1}\n{"b": 2}\n'),
+    "quotes that do not end": ("csv", "a,b\n1,2\n", 'a,b\n"1,2\n3,4\n'),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_an_error_names_the_file(reading: Reading, what: str) -> None:
+    kind, good, bad = BROKEN[what]
+    for number in range(5):
+        (reading.folder / f"{number}.{kind}").write_text(bad if number == 3 else good)
+    for read in (reading.read, reading.read_whole):
+        with pytest.raises(InvalidValueError) as raised:
+            read()
+        assert str(raised.value).endswith(f", in {str(reading.folder / f'3.{kind}')!r}")
+
+
 def test_a_type_in_one_csv_file_that_changes_those_of_all_reads_all(reading: Reading) -> None:
     for number in range(3):
         (reading.folder / f"{number}.csv").write_text(f"a,b\n00{number},x\n7,y\n")
