@@ -15,7 +15,13 @@ import pyarrow as pa
 from castore.adapters.datasets.block_entries import BlockResult
 from castore.adapters.datasets.block_runner import BlockRun, BlockStep
 from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
-from castore.adapters.datasets.source_blocks import SourceBlock, ends_block, joined_digest, source_blocks
+from castore.adapters.datasets.source_blocks import (
+    SourceBlock,
+    are_blocks,
+    ends_block,
+    joined_digest,
+    source_blocks,
+)
 
 
 class Piece(NamedTuple):
@@ -69,7 +75,7 @@ def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> 
 
     Returns:
         None where that is known only after a run: the first block's result, which decides about the others,
-        is not kept, or blocks end by position in an input that is not there yet.
+        is not kept, or the files are no blocks of an input that is not there yet.
     """
     if pieces is None:
         found = [
@@ -77,13 +83,11 @@ def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> 
             for block, result in run.find(source_blocks(step.dataset, step.rule))
             if block is not None
         ]
-    elif step.rule.multiple or step.is_numbered:
+    elif step.rule.multiple or step.is_numbered or not are_blocks([piece.size for piece in pieces]):
         return None
     else:
         groups = list(_put_together(pieces, step.rule.first_rows))
-        kept = run.find(
-            None if any(piece.digest is None for piece in group) else _block(group) for group in groups
-        )
+        kept = run.find(map(_block, groups))
         found = [(_rows(group), result) for group, (_, result) in zip(groups, kept, strict=False)]
         if len(found) < len(groups):
             return None

@@ -66,8 +66,13 @@ def _files_that_are_blocks(dataset: datasets.Dataset) -> list[_File]:
     if dataset._indices is not None or not all(isinstance(table, LazyTable) for table in tables):
         return []
     files = [_File(blob, table, place) for table in tables for place, blob in enumerate(table.blobs)]
-    fit = len(files) > 1 and all(table.blobs for table in tables)
-    return files if fit and all(file.blob.size <= _LARGEST_FILE for file in files) else []
+    fit = all(table.blobs for table in tables) and are_blocks([file.blob.size for file in files])
+    return files if fit else []
+
+
+def are_blocks(sizes: Sequence[int]) -> bool:
+    """Whether files of those sizes can be blocks as they are."""
+    return len(sizes) > 1 and all(size <= _LARGEST_FILE for size in sizes)
 
 
 def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
