@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from castore.units import format_duration, format_size
 if TYPE_CHECKING:
     from types import FrameType
 
-    from castore.adapters.datasets import Estimate, Progress
+    from castore.adapters.datasets import Blame, Estimate, Progress
     from castore.recipes import Outcome, Recipe
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -95,6 +96,12 @@ def process(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Only say how much disk it would take.")
     ] = False,
+    blame: Annotated[
+        int | None,
+        typer.Option(
+            "--blame", metavar="ROW", help="Only say where a row of the result comes from (0 is the first)."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Send files through the operators of a recipe. Options stand in for the keys of the file.
@@ -107,6 +114,8 @@ def process(
 
     if explain and estimate:
         raise typer.BadParameter("--explain and --estimate answer two questions; ask one at a time")
+    if blame is not None and (explain or estimate):
+        raise typer.BadParameter("--blame answers a question of its own; ask one at a time")
     _find_modules(config)
     recipe = recipes.read(config).replace(
         dataset_path=dataset_path,
@@ -127,6 +136,8 @@ def process(
             _explain(recipe, store, as_json)
         elif estimate:
             _estimate(recipe, store, as_json)
+        elif blame is not None:
+            _show_blame(recipe, store, blame, as_json)
         else:
             _run(recipe, store, as_json)
 
@@ -255,7 +266,7 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
     table.add_column("cache")
-    for name in ("rows in", "reused", "rows out", "seconds", "logical", "stored"):
+    for name in ("rows run", "reused", "rows out", "seconds", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     found = "checkpoint" if recipe.use_checkpoint else "hit"
     missed = "miss" if recipe.use_cache and not recipe.use_checkpoint else "run"
@@ -263,15 +274,31 @@ def _draw(outcome: Outcome, recipe: Recipe) -> None:
         table.add_row(
             step.name,
             found if step.hit else missed,
-            _rows(step.rows_in),
+            _rows(step.rows_run),
             _rows(step.rows_reused),
             _rows(step.rows_out),
             f"{step.seconds:.2f}",
-            format_size(step.logical) if step.logical else "-",
-            format_size(step.stored) if step.stored else "-",
+            format_duration(_rounded(step.seconds_saved)) if step.seconds_saved else "-",
         )
     console().print(table)
-    typer.echo(
+    for line in _sums(outcome):
+        typer.echo(line)
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds with as many digits as the table has room for."""
+    return round(seconds, 2 if seconds < 1 else 1)
+
+
+def _sums(outcome: Outcome) -> Iterator[str]:
+    if outcome.files_read:
+        saved = format_duration(_rounded(outcome.seconds_saved)) if outcome.seconds_saved else ""
+        kept = f"; the others are kept, and took {saved} when they were read" if saved else ""
+        yield f"{outcome.files_read:,} of {plural(outcome.files, 'file')} read{kept}"
+    stored, logical = (sum(getattr(step, name) for step in outcome.steps) for name in ("stored", "logical"))
+    if stored:
+        yield f"the steps take {format_size(stored)} in the store, {format_size(logical)} uncompressed"
+    yield (
         f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
         f"({format_size(outcome.exported)}) after {format_duration(outcome.seconds)}"
     )
@@ -290,6 +317,59 @@ def _explain(recipe: Recipe, store: Store, as_json: bool) -> None:
         return
     for explanation in explanations:
         typer.echo(str(explanation))
+
+
+def _show_blame(recipe: Recipe, store: Store, row: int, as_json: bool) -> None:
+    from castore.recipes import blame
+
+    found = blame(recipe, store, row)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
+    table.add_column("operator", no_wrap=True)
+    for name in ("row in", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ran", no_wrap=True)
+    table.add_column("changed", overflow="fold")
+    for step in found.steps:
+        table.add_row(
+            step.name,
+            step.operator[:8],
+            _range(step.rows_in),
+            "-" if step.seconds is None else f"{step.seconds:.2f}",
+            "-" if step.when is None else time.strftime("%m-%d %H:%M", time.localtime(step.when)),
+            "?" if step.changed is None else ", ".join(step.changed) or "-",
+        )
+    console().print(table)
+    for step in found.steps:
+        if step.note:
+            typer.echo(f"{step.name}: {step.note}")
+    typer.echo(f"row {row:,} of the result is {_place(found)}")
+
+
+def _range(rows: tuple[int, int] | None) -> str:
+    if rows is None:
+        return "?"
+    return f"{rows[0]:,}" if rows[0] == rows[1] else f"{rows[0]:,}-{rows[1]:,}"
+
+
+def _place(found: Blame) -> str:
+    """Where a row lies in the input, for people."""
+    source = found.source
+    assert source is not None  # a recipe tells it
+    rows = "an unknown row" if found.rows_in is None else f"row {_range(found.rows_in)}"
+    if source.path is None:
+        return f"{rows} of the input; its file is not known: {source.note}"
+    if source.line is not None:
+        return f"{rows} of the input: line {source.line:,} of {source.path}"
+    if source.row is not None:
+        return f"{rows} of the input: row {source.row:,} of {source.path}"
+    return f"{rows} of the input, in {source.path}" + (f": {source.note}" if source.note else "")
 
 
 def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:

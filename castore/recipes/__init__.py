@@ -1,11 +1,12 @@
 """Recipes: YAML files with Data-Juicer's keys that name the input data, the operators, and the export.
 
 `recipe` reads and checks a recipe. `registry` finds its operators, and `operators` are those that come with
-castore. `sources` and `mixture` are its input, `export` its output. `runner` sends the input through a
-`Pipeline` to the output. `pipeline_config` has EasyData's settings of the same pipeline.
+castore. `sources` and `mixture` are its input: `by_file` and `file_reader` read each file once, and
+`noted_files` remembers which files there were. `runner` sends the input through a `Pipeline` to `export`.
+`pipeline_config` has EasyData's settings of the same pipeline.
 
-May import: the public door of `castore.adapters.datasets`, with its `source_step`, `file_digests` and
-`ram_results`, and all below.
+May import: the public door of `castore.adapters.datasets`, with its `source_step`, `source_units`,
+`file_digests` and `ram_results`, and all below.
 
 Must never: keep anything by itself: the pipeline decides what is kept, and under which key.
 """
@@ -18,7 +19,7 @@ try:
     from castore.recipes.pipeline_config import CacheStageConfig, DatasetConfig, PipelineConfig
     from castore.recipes.recipe import Recipe, parse, read
     from castore.recipes.registry import make, register
-    from castore.recipes.runner import Outcome, estimate, explain, process
+    from castore.recipes.runner import Outcome, blame, estimate, explain, process
 except ModuleNotFoundError as error:
     if error.name != "yaml":
         raise
@@ -30,6 +31,7 @@ __all__ = [
     "Outcome",
     "PipelineConfig",
     "Recipe",
+    "blame",
     "estimate",
     "explain",
     "make",

@@ -11,8 +11,8 @@ in which numbers are written.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import pandas as pd
 import pyarrow as pa
@@ -32,6 +32,22 @@ _COLUMN_TYPES = {
 }
 _TEXT = ("str", pa.string())
 
+#: For each column the names of the types that pandas finds in its pieces, sorted.
+ColumnTypes: TypeAlias = dict[str, list[str]]
+
+
+def join_types(found: Iterable[Mapping[str, Iterable[str]]]) -> ColumnTypes:
+    """The types that are found in several files, from those in each.
+
+    >>> join_types([{"n": ["Int64"]}, {"n": ["Float64"], "text": []}])
+    {'n': ['Float64', 'Int64'], 'text': []}
+    """
+    joined: dict[str, set[str]] = {}
+    for types in found:
+        for column, names in types.items():
+            joined.setdefault(column, set()).update(names)
+    return {column: sorted(names) for column, names in joined.items()}
+
 
 class CsvReader(upstream.Csv):  # type: ignore[misc]
     """The CSV builder of `datasets`, with the reading described above.
@@ -40,7 +56,13 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
         files: the files of each split.
         folder: the folder for the Arrow files that the builder writes.
         separator: the separator between cells.
+
+    Attributes:
+        types: names of the types that pandas finds in each column, where they are known; None to find them in
+            the files.
     """
+
+    types: ColumnTypes | None = None
 
     def __init__(self, files: DataFilesDict, folder: str, separator: str) -> None:
         # Words such as NA and null stay words.
@@ -52,7 +74,10 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
         self, base_files: list[str], files_iterables: list[Iterable[str]]
     ) -> Iterator[tuple[Key, pa.Table]]:
         shards = [[*files] for files in files_iterables]
-        types = self._infer_types([file for files in shards for file in files])
+        found = self.types
+        if found is None:
+            found = self.find_types([file for files in shards for file in files])
+        types = {column: _COLUMN_TYPES.get(frozenset(names), _TEXT) for column, names in found.items()}
         for_pandas = {column: name for column, (name, _) in types.items()}
         for shard, files in enumerate(shards):
             for number, piece in enumerate(self._read_pieces(files, dtype=for_pandas)):
@@ -63,15 +88,15 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
                 ]
                 yield Key(shard, number), table.cast(pa.schema(fields, table.schema.metadata))
 
-    def _infer_types(self, files: list[str]) -> dict[str, tuple[str, pa.DataType]]:
-        """The type of each column, for pandas and for Arrow."""
+    def find_types(self, files: Iterable[str]) -> ColumnTypes:
+        """The types that pandas finds in the pieces of files."""
         found: dict[str, set[str]] = defaultdict(set)
         for piece in self._read_pieces(files, dtype_backend="numpy_nullable"):
             for column, values in piece.items():
                 found[column] |= {str(values.dtype)} if values.notna().any() else set()
-        return {column: _COLUMN_TYPES.get(frozenset(names), _TEXT) for column, names in found.items()}
+        return join_types([found])
 
-    def _read_pieces(self, files: list[str], **options: Any) -> Iterator[pd.DataFrame]:
+    def _read_pieces(self, files: Iterable[str], **options: Any) -> Iterator[pd.DataFrame]:
         # With low_memory, pandas would infer types from parts of a piece.
         options = {**self.config.pd_read_csv_kwargs, "low_memory": False, **options}
         for file in files:

@@ -58,13 +58,40 @@ _REPLACED_NAMES = {
 }
 
 
+class MixedTypesError(Exception):
+    """A column has values of several kinds: `datasets` keeps them, and those of all later files, as JSON."""
+
+
+def _refuse_mixed(*_: Any) -> None:
+    raise MixedTypesError
+
+
+def _refuse_any_mixed(examples: list[Any]) -> list[Any]:
+    if upstream.find_mixed_struct_types_field_paths(examples):
+        raise MixedTypesError
+    return []
+
+
+# In the place of functions of `datasets` that find a column of mixed values, while some of several files are
+# read.
+_REFUSING = {
+    "find_mixed_struct_types_field_paths": _refuse_any_mixed,
+    "insert_json_field_path": _refuse_mixed,
+}
+
+
 class JsonReader(upstream.Json):  # type: ignore[misc]
     """The JSON builder of `datasets`, with the reading described above.
 
     Args:
         files: the files of each split.
         folder: the folder for the Arrow files that the builder writes.
+
+    Attributes:
+        refuses_mixed: raise MixedTypesError where how a file is read would change how later files are.
     """
+
+    refuses_mixed = False
 
     def __init__(self, files: DataFilesDict, folder: str) -> None:
         # A `datasets` that knows the traces of agents makes other columns of such rows.
@@ -77,6 +104,8 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
         theirs = upstream.Json._generate_tables
         # Only now: `datasets` replaces `open` in its module when a builder is made.
         ours = FunctionType(
-            theirs.__code__, {**vars(upstream), **_REPLACED_NAMES}, argdefs=theirs.__defaults__
+            theirs.__code__,
+            {**vars(upstream), **_REPLACED_NAMES, **(_REFUSING if self.refuses_mixed else {})},
+            argdefs=theirs.__defaults__,
         )
         return ours(self, *args, **keywords)

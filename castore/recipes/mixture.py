@@ -17,6 +17,7 @@ import numpy as np
 from castore.errors import InvalidValueError
 from castore.keys.encoder import key
 from castore.recipes import sources
+from castore.recipes.seen_files import SeenFiles
 from castore.recipes.sources import FileIdentity, Source
 from castore.store import Store
 
@@ -59,11 +60,16 @@ def find_sources(parts: Sequence[tuple[str, float]], limit: int | None) -> Sourc
     return Mixture(found, tuple(weight for _, weight in parts), limit)
 
 
-def identify(source: Source | Mixture, store: Store | None, identity: FileIdentity = "content") -> str:
+def identify(
+    source: Source | Mixture,
+    store: Store | None,
+    identity: FileIdentity = "content",
+    seen: SeenFiles | None = None,
+) -> str:
     """A key for a source or a mixture; see `castore.recipes.sources.identify`."""
     if isinstance(source, Source):
-        return sources.identify(source, store, identity)
-    parts = [sources.identify(part, store, identity) for part in source.parts]
+        return sources.identify(source, store, identity, seen)
+    parts = [sources.identify(part, store, identity, seen) for part in source.parts]
     # Without a limit all rows are taken, whatever the weights are.
     drawn = None if source.limit is None else [source.limit, list(_sample_counts(source)), np.__version__]
     return key(["mixture", parts, drawn])

@@ -9,17 +9,31 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import Estimate, Explanation, Pipeline, Progress, StepReport, wait
-from castore.adapters.datasets.source_step import dataset_of_key, identify_by, open_input
+from castore.adapters.datasets import Blame, Estimate, Explanation, Pipeline, Progress, StepReport, wait
+from castore.adapters.datasets.source_step import (
+    dataset_of_key,
+    find_kept_input,
+    identify_by,
+    input_of_units,
+    last_input_keys,
+    open_input,
+    with_files,
+)
+from castore.adapters.datasets.source_units import DependentFileError, KeptUnit
 from castore.recipes import export
+from castore.recipes.by_file import find_units
 from castore.recipes.mixture import Mixture, find_sources, identify, read
+from castore.recipes.noted_files import compare, find_files, find_nearest, note_files
 from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
+from castore.recipes.seen_files import SeenFiles
+from castore.recipes.source_rows import find_place
 from castore.recipes.sources import SAVED, FileIdentity, Source, find
 from castore.store import Store
 
@@ -35,6 +49,9 @@ class Outcome:
         rows_in, rows_out: rows of the source, and rows of the result.
         seconds: the duration of the whole run.
         steps: one report for each step.
+        files: the files of the source.
+        files_read: those whose rows were read in this run; all others were kept, or not needed.
+        seconds_saved: seconds that reading took of those files whose rows were kept, where that is known.
     """
 
     project_name: str
@@ -44,10 +61,26 @@ class Outcome:
     rows_out: int
     seconds: float
     steps: list[StepReport]
+    files: int = 0
+    files_read: int = 0
+    seconds_saved: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class FilesReport:
+    """How a run came to the rows of its files: see `Outcome`."""
+
+    files_read: int = 0
+    seconds_saved: float = 0.0
+
+    def count(self, kept: Sequence[KeptUnit]) -> None:
+        """Count the files of some units."""
+        self.files_read = sum(len(unit.rows) for unit in kept if unit.new is not None)
+        self.seconds_saved = sum(unit.seconds for unit in kept if unit.new is None)
 
 
 def make_pipeline(recipe: Recipe, store: Store) -> Pipeline:
@@ -88,7 +121,12 @@ def load_input(recipe: Recipe, pipeline: Pipeline, *, lazy: bool = False) -> dat
 
 
 def _open_input(
-    source: Source | Mixture, recipe: Recipe, pipeline: Pipeline, *, lazy: bool
+    source: Source | Mixture,
+    recipe: Recipe,
+    pipeline: Pipeline,
+    *,
+    lazy: bool,
+    report: FilesReport | None = None,
 ) -> datasets.Dataset:
     return open_source(
         source,
@@ -97,6 +135,7 @@ def _open_input(
         codec=pipeline.codec,
         temp_dir=recipe.temp_dir,
         lazy=lazy,
+        report=report,
     )
 
 
@@ -109,8 +148,47 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
         CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
     pipeline = make_pipeline(recipe, store)
-    source = find_source(recipe)
-    return pipeline.explain(dataset_of_key(identify(source, store), lambda: load_input(recipe, pipeline)))
+    source, seen = find_source(recipe), SeenFiles(store)
+    digits = identify(source, store, seen=seen)
+
+    def load() -> datasets.Dataset:
+        return load_input(recipe, pipeline)
+
+    try:
+        dataset: datasets.Dataset = input_of_units(digits, find_units(source, seen, store, None), store, load)
+    except DependentFileError:
+        dataset = find_kept_input(store, digits, load) or dataset_of_key(digits, load)
+    told = pipeline.explain(dataset)
+    before = find_nearest(store, last_input_keys(store, pipeline.name), source.files, seen)
+    return told if before is None else with_files(told, compare(before, source.files, seen))
+
+
+def blame(recipe: Recipe, store: Store, row: int) -> Blame:
+    """Find out where a row of a recipe's result comes from: file and row, and what each step did to it.
+
+    Reads results that are kept, and runs no step.
+
+    Args:
+        recipe: a recipe that was run over the files as they are now.
+        store: the store of the run.
+        row: the number of the row in the result, from 0.
+
+    Raises:
+        InvalidValueError: the recipe keeps no steps, or its result has no such row.
+        NotFoundError: the result of the run is not kept.
+        CastoreError, OSError: the recipe is wrong, or its files are missing.
+    """
+    pipeline = make_pipeline(recipe, store)
+    source, seen = find_source(recipe), SeenFiles(store)
+    digits = identify(source, store, seen=seen)
+    with quiet():
+
+        def load() -> datasets.Dataset:
+            return load_input(recipe, pipeline)
+
+        found = pipeline.blame(find_kept_input(store, digits, load) or dataset_of_key(digits, load), row)
+    place = find_place(source, find_files(store, digits), found.rows_in)
+    return dataclasses.replace(found, source=place)
 
 
 def estimate(recipe: Recipe, store: Store) -> Estimate:
@@ -150,10 +228,11 @@ def process(
     pipeline = make_pipeline(recipe, store)
     source = find_source(recipe)
     export.check_apart(recipe.export_path, source.files)
+    report = FilesReport()
     with quiet():
         try:
             # A run that continues after its checkpoint never reads its input.
-            dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint)
+            dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint, report=report)
             result = pipeline.run(dataset, progress=progress)
             size = export.export(
                 result.dataset, recipe.export_path, exported, keep_stats=recipe.keep_stats_in_res_ds
@@ -170,6 +249,9 @@ def process(
         len(result.dataset),
         round(time.perf_counter() - began, 3),
         result.steps,
+        len(source.files),
+        report.files_read,
+        round(report.seconds_saved, 6),
     )
 
 
@@ -182,6 +264,7 @@ def open_source(
     temp_dir: str | os.PathLike[str] | None = None,
     identity: FileIdentity = "content",
     lazy: bool = False,
+    report: FilesReport | None = None,
 ) -> datasets.Dataset:
     """The dataset of files, with a fingerprint that identifies them. A stored dataset is read at first use.
 
@@ -193,20 +276,40 @@ def open_source(
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
         identity: the identity of files: their content, their path (with size and modification time), or both.
         lazy: read an uncached dataset at first use too, for a run that may never use it.
+        report: is told which files were read.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.
     """
-    digits = identify(source, store, identity)
+    seen = SeenFiles(store)
+    digits = identify(source, store, identity, seen)
     if isinstance(source, Source) and source.kind == SAVED:
         # Map the dataset where it is: another copy gains nothing.
         return identify_by(digits, read(source, ""))
-    return open_input(
+
+    told = FilesReport() if report is None else report
+
+    def read_all(folder: Path) -> datasets.Dataset:
+        rows = read(source, folder)
+        seen.check(source.files)
+        told.files_read, told.seconds_saved = len(source.files), 0.0
+        return rows
+
+    def note(kept: Sequence[KeptUnit]) -> None:
+        told.count(kept)
+        note_files(store, digits, source.files, seen, [rows for unit in kept for rows in unit.rows])
+
+    dataset = open_input(
         digits,
-        lambda folder: read(source, folder),
+        read_all,
         store,
         cached=cached,
         codec=codec,
         temp_dir=temp_dir,
         lazy=lazy,
+        find_units=lambda folder: find_units(source, seen, store, folder),
+        note_units=note,
     )
+    if cached and identity != "path":
+        note_files(store, digits, source.files, seen, None)
+    return dataset

@@ -11,21 +11,19 @@ import codecs
 import glob
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import datasets
 import fsspec
-from datasets.data_files import DataFilesDict, DataFilesList
 
-from castore.adapters.datasets.file_digests import file_digest
 from castore.errors import CastoreError, InvalidValueError, NotFoundError
 from castore.keys.encoder import key
-from castore.recipes.csv_reader import CsvReader
-from castore.recipes.json_reader import JsonReader
+from castore.recipes import file_reader
+from castore.recipes.file_reader import COMPRESSED, READER_VERSIONS
 from castore.recipes.quiet import quiet
 from castore.recipes.registry import suggest_nearest
+from castore.recipes.seen_files import SeenFiles
 from castore.store import Store
 
 #: Kinds of files by their endings.
@@ -33,11 +31,7 @@ KINDS = {
     ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv",
     ".parquet": "parquet", ".txt": "text",
 }  # fmt: skip
-#: Endings of compressed files that can be read.
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 SAVED = "saved"
-# A reader's version increases when it reads the same bytes as other values.
-_READER_VERSIONS = {"json": 2, "csv": 3, "tsv": 3}
 #: The identity of files: their content, their path with size and modification time, or both.
 FileIdentity = Literal["content", "path", "combined"]
 
@@ -183,24 +177,35 @@ def _saved_folder(folder: str) -> Source | None:
     return Source(folder, SAVED, tuple(sorted(entry.path for entry in os.scandir(folder) if entry.is_file())))
 
 
-def identify(source: Source, store: Store | None, identity: FileIdentity = "content") -> str:
+def reader_identity(kind: str) -> list[Any]:
+    """What the rows of files of a kind depend on beside the files, for `castore.key`."""
+    versions = [READER_VERSIONS[kind]] if kind in READER_VERSIONS else []
+    return [kind, f"datasets {datasets.__version__}", *versions]
+
+
+def identify(
+    source: Source,
+    store: Store | None,
+    identity: FileIdentity = "content",
+    seen: SeenFiles | None = None,
+) -> str:
     """A key for a source.
 
     Args:
         source: the files.
         store: remembers the digests of large files, so that the files are read once.
         identity: the identity of files: their content, their path with size and modification time, or both.
+        seen: the files as the run has seen them.
 
     Raises:
         UnhashableError, OSError: a file cannot be read.
     """
-    counted: list[Any] = [source.kind, f"datasets {datasets.__version__}"]
-    if source.kind in _READER_VERSIONS:
-        counted.append(_READER_VERSIONS[source.kind])
+    seen = SeenFiles(store) if seen is None else seen
+    counted = reader_identity(source.kind)
     if identity != "path":
-        counted.append([file_digest(file, store) for file in source.files])
+        counted.append([seen.digest(file) for file in source.files])
     if identity != "content":
-        stats = [os.stat(file) for file in source.files]
+        stats = [seen.state(file) for file in source.files]
         counted.append([os.path.abspath(file) for file in source.files])
         counted.append([(found.st_size, found.st_mtime_ns) for found in stats])
     # The names of a saved folder's files decide their meaning.
@@ -225,9 +230,9 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
         except CastoreError:
             raise
         except OSError as error:
-            raise error if error.filename else _unreadable_error(source, error) from error
+            raise error if error.filename else _unreadable_error(source, error, folder) from error
         except Exception as error:  # from a dozen libraries: pandas, pyarrow, codecs, datasets' own
-            raise _unreadable_error(source, error) from error
+            raise _unreadable_error(source, error, folder) from error
 
 
 def _read(source: Source, folder: str) -> datasets.Dataset:
@@ -235,54 +240,10 @@ def _read(source: Source, folder: str) -> datasets.Dataset:
         loaded = datasets.load_from_disk(os.path.dirname(source.files[0]))
         assert isinstance(loaded, datasets.Dataset)
         return loaded
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as links:
-        return _read_files(source.kind, [_plain_path(file, links) for file in source.files], folder)
+    return file_reader.read_dataset(source.kind, source.files, folder)
 
 
-def _plain_path(file: str, links: str) -> str:
-    """A full path that `datasets` understands: it makes a URL of the name of a compressed file."""
-    path = os.path.abspath(file)
-    if not path.lower().endswith(COMPRESSED) or re.fullmatch(r"[\w.-]+", os.path.basename(path)):
-        return path
-    stem, ending = os.path.splitext(path)
-    link = os.path.join(links, f"{len(os.listdir(links))}{os.path.splitext(stem)[1]}{ending}")
-    os.symlink(path, link)
-    return link
-
-
-def _file_state(path: str) -> tuple[str, ...]:
-    found = os.stat(path)
-    return path, str(found.st_mtime_ns), str(found.st_size), str(found.st_ino)
-
-
-def _read_files(kind: str, paths: list[str], folder: str) -> datasets.Dataset:
-    # Use one split for all files, or `datasets` would choose its name, and with it the fingerprint, by
-    # chance.
-    split = datasets.Split.TRAIN
-    # Make the list here, since `datasets` takes every given path for a pattern.
-    files = DataFilesDict({str(split): DataFilesList(paths, [_file_state(path) for path in paths])})
-    common: dict[str, Any] = {"cache_dir": folder, "split": split}
-    if kind == "json":
-        reader = JsonReader(files, folder)
-        reader.download_and_prepare()
-        rows = reader.as_dataset(split=split)
-        assert isinstance(rows, datasets.Dataset)
-        for batch in rows.data.table.to_batches():
-            batch.validate(full=True)  # the reader accepts any bytes as text
-        return rows
-    if kind == "parquet":
-        return datasets.Dataset.from_parquet(files, **common)
-    if kind == "text":
-        return datasets.Dataset.from_text(files, sample_by="document", **common)
-    reader = CsvReader(files, folder, "\t" if kind == "tsv" else ",")
-    reader.download_and_prepare()
-    rows = reader.as_dataset(split=split)
-    assert isinstance(rows, datasets.Dataset)
-    return rows
-
-
-def _unreadable_error(source: Source, error: Exception) -> InvalidValueError:
+def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLike[str]) -> InvalidValueError:
     causes = [error]
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
@@ -296,7 +257,13 @@ def _unreadable_error(source: Source, error: Exception) -> InvalidValueError:
         text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
-    return InvalidValueError(f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}")
+    where = ""
+    if foreign is None and len(source.files) > 1 and source.kind != SAVED:
+        file = file_reader.find_unreadable(source.kind, source.files, os.fspath(folder))
+        where = "" if file is None else f", in {file!r}"
+    return InvalidValueError(
+        f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}{where}"
+    )
 
 
 def _describe_foreign_line(source: Source) -> str | None:

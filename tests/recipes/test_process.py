@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +16,7 @@ import pytest
 from castore import Store
 from castore.cli.main import main
 from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fixtures
-from tests.cli.test_terminal import drawn
+from tests.cli.test_terminal import drawn, read_all
 from tests.recipes.recipes import (
     NAMES,
     STEPS,
@@ -217,12 +220,32 @@ def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # no
     for step, line in zip(report["steps"], rows, strict=True):
         assert line.startswith(f" {step['name']} ")
         cells = line.removeprefix(f" {step['name']} ").split()
-        assert cells[:4] == ["hit", *(f"{step[name]:,}" for name in ("rows_in", "rows_in", "rows_out"))]
+        assert cells[:4] == ["hit", "0", *(f"{step[name]:,}" for name in ("rows_in", "rows_out"))]
         assert step["rows_reused"] == 0
     assert lines[-1].startswith(
         f"{report['rows_out']} rows of {report['rows_in']} in {place}/outputs/demo.jsonl ("
     )
     assert "\x1b" not in ran.out
+
+
+def test_the_table_fits_a_terminal_of_80_columns(
+    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    place: Path,
+) -> None:
+    (place / "data/demo.jsonl").write_text(json.dumps({"text": "word " * 500}) + "\n")
+    path = recipe(place)
+    for _ in range(2):
+        master, slave = pty.openpty()
+        process = castore(
+            "process", "--config", path, stdout=slave, env={"TERM": "xterm-256color", "COLUMNS": "80"}
+        )
+        os.close(slave)
+        seen = re.sub(rb"\x1b\[[0-9;]*m", b"", read_all(master)).decode()
+        process.communicate()
+        assert process.returncode == 0
+        table = seen.splitlines()[:-1]  # the last line has a path
+        assert any("rows run" in line and "saved" in line for line in table)
+        assert max(len(line.rstrip()) for line in table) <= 80
 
 
 def test_bars_are_drawn_on_a_terminal(

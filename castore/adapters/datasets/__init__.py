@@ -4,7 +4,8 @@
 `dataset_fingerprint` and `operator_keys` make the keys, `step_runner` runs one step once among all processes,
 `block_runner` runs only those blocks of it whose results are not kept, `checkpoint` keeps only the latest
 step. `dataset_entries` lays datasets out in the store; `stored_table` and `lazy_table` bring the rows back.
-`castore.recipes` uses `source_step`, `file_digests` and `ram_results` beside the public names.
+`castore.recipes` uses `source_step`, `source_units`, `file_digests` and `ram_results` beside the public
+names.
 
 May import: all below the adapters.
 
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 try:
     from castore.adapters.datasets.background import wait
+    from castore.adapters.datasets.blame import Blame, BlameStep, SourceRow
     from castore.adapters.datasets.cache import DatasetCache
     from castore.adapters.datasets.disk_space import Estimate
-    from castore.adapters.datasets.explain import Explanation
+    from castore.adapters.datasets.explain import Explanation, FileChanges
     from castore.adapters.datasets.map_filter import cached_filter, cached_map
     from castore.adapters.datasets.operator_keys import operator_fingerprint
     from castore.adapters.datasets.pipeline import Pipeline
@@ -36,16 +38,20 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError.of(error.name, "datasets") from error
 
 __all__ = [
+    "Blame",
+    "BlameStep",
     "CacheStageConfig",
     "CacheWarning",
     "DatasetCache",
     "DatasetConfig",
     "Estimate",
     "Explanation",
+    "FileChanges",
     "Pipeline",
     "PipelineConfig",
     "PipelineResult",
     "Progress",
+    "SourceRow",
     "StepReport",
     "cached_filter",
     "cached_map",

@@ -19,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.tables import batch_rows, find_whole_files, split_off_first_rows
 from castore.errors import FullError, TooLargeError
-from castore.records import LOST
+from castore.records import LOST, Entry
 from castore.store import Store
 
 #: The folder of the results of blocks, each named by its key.
@@ -38,6 +38,8 @@ class BlockResult(NamedTuple):
         features: the features of the result, in JSON: their order counts; "null" if they are the block's.
         size, stored: bytes of the file, uncompressed and in the store.
         reused: whether it was there before.
+        seconds: time that the operator took for it; 0 where that is not known.
+        when: seconds since the epoch at which it was kept.
     """
 
     key: str
@@ -48,6 +50,8 @@ class BlockResult(NamedTuple):
     size: int
     stored: int
     reused: bool
+    seconds: float = 0.0
+    when: float = 0.0
 
 
 class NotInBlocksError(Exception):
@@ -63,9 +67,22 @@ def find_result(store: Store, key: str) -> BlockResult | None:
     if blob is None or blob.pack == LOST:
         return None
     store.count_use(entry.name)
+    return _result(key, entry, True)
+
+
+def _result(key: str, entry: Entry, reused: bool) -> BlockResult:
     about = entry.metadata
     return BlockResult(
-        key, entry.digest, about["rows_in"], about["rows"], about["features"], entry.size, entry.stored, True
+        key,
+        entry.digest,
+        about["rows_in"],
+        about["rows"],
+        about["features"],
+        entry.size,
+        entry.stored,
+        reused,
+        about.get("seconds", 0.0),
+        entry.created,
     )
 
 
@@ -95,8 +112,9 @@ def put_result(
     rows: int,
     features: str,
     options: StorageOptions,
+    seconds: float = 0.0,
 ) -> BlockResult:
-    """Keep the result of a block.
+    """Keep the result of a block, with the seconds that the operator took for it.
 
     Raises:
         NotInBlocksError: it does not fit into the budget, or onto the disk.
@@ -108,8 +126,8 @@ def put_result(
             codec=options.codec,
             level=options.level,
             ttl=math.inf if options.ttl is None else options.ttl,
-            metadata={"rows_in": rows_in, "rows": rows, "features": features},
+            metadata={"rows_in": rows_in, "rows": rows, "features": features, "seconds": round(seconds, 6)},
         )
     except (FullError, TooLargeError) as error:
         raise NotInBlocksError(NO_ROOM) from error
-    return BlockResult(key, entry.digest, rows_in, rows, features, entry.size, entry.stored, False)
+    return _result(key, entry, False)

@@ -26,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -102,6 +102,7 @@ class BlockStep(NamedTuple):
         rule: where blocks may end.
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
+        keeps_count: whether the result has a row for each row.
         num_proc: processes that share the blocks; 1 for this one.
         tell: a callback that receives the number of rows done.
         title: the title of the progress bar.
@@ -113,6 +114,7 @@ class BlockStep(NamedTuple):
     rule: Cut
     is_numbered: bool = False
     has_features: bool = False
+    keeps_count: bool = False
     num_proc: int = 1
     tell: Callable[[int], object] | None = None
     title: str = "Map"
@@ -151,11 +153,12 @@ def _is_json(value: Any) -> bool:
 
 
 class _Written(NamedTuple):
-    """A result in a file."""
+    """A result in a file, and the seconds that the step took for it."""
 
     path: str
     rows: int
     features: str
+    seconds: float
 
 
 class _Elsewhere(NamedTuple):
@@ -283,22 +286,27 @@ class BlockRun:
         with store_locks(self._store).hold(_claim_of(digits)):
             return find_result(self._store, digits)
 
-    def count(self) -> tuple[int, int] | None:
-        """The rows of the input, and those whose blocks are kept; None if that is known only after a run.
+    def find(
+        self, blocks: Iterable[SourceBlock | None]
+    ) -> Iterator[tuple[SourceBlock | None, BlockResult | None]]:
+        """Blocks with their results, as far as those are kept. Runs nothing.
 
-        Runs nothing, and reads the input.
+        Ends where nothing more is known before a run: the features of the result are in the keys of all
+        blocks but the first.
+
+        Args:
+            blocks: the blocks of the input, in order; None for one that is not known.
         """
-        keys = _Keys(self._step)
-        first = reused = 0
-        for block in source_blocks(self._step.dataset, self._step.rule):
-            found = find_result(self._store, keys.of(block, first))
+        keys, first = _Keys(self._step), 0
+        for block in blocks:
+            found = None if block is None else find_result(self._store, keys.of(block, first))
             if found is None and not keys.are_final:
-                return None
+                return
             if found is not None:
                 keys.learn(found)
-                reused += found.rows_in
-            first += len(block.read()) if found is None else found.rows_in
-        return first, reused
+            if self._step.is_numbered and block is not None:
+                first += len(block.read()) if found is None else found.rows_in
+            yield block, found
 
     def part(self, results: Sequence[BlockResult], fingerprint: str) -> DatasetPart:
         """The step's result, for the store that has its blocks.
@@ -309,8 +317,7 @@ class BlockRun:
         """
         dataset = self._step.dataset
         told = own_copy(dataset)
-        features = _with_rows(results)[0].features
-        told._info.features = dataset.features.copy() if features == _UNCHANGED else _parse(features)
+        told._info.features = self.features_of(results)
         told._fingerprint = fingerprint
         if dataset._format_columns is not None:  # as `map` does: new columns are shown
             hidden = set(dataset.column_names).difference(dataset._format_columns)
@@ -320,6 +327,11 @@ class BlockRun:
             lambda: [KeptFile(result.digest) for result in _with_rows(results)],
             lambda digests: describe_dataset(told, len(digests), rows),
         )
+
+    def features_of(self, results: Sequence[BlockResult]) -> datasets.Features:
+        """The features of the step's result, from the results of some of its blocks, at least one."""
+        features = _with_rows(results)[0].features
+        return self._step.dataset.features.copy() if features == _UNCHANGED else _parse(features)
 
 
 class _Keys:
@@ -483,7 +495,9 @@ class _Maker:
     ) -> BlockResult:
         try:
             made = written.result()
-            result = put_result(self._store, digits, made.path, rows, made.rows, made.features, self._options)
+            result = put_result(
+                self._store, digits, made.path, rows, made.rows, made.features, self._options, made.seconds
+            )
             self.made.add(digits)
         finally:
             scratch.remove(file)
@@ -528,6 +542,7 @@ def _run_block(
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
     known = None if features is None or features == _UNCHANGED else _parse(features)
+    began = time.perf_counter()
     try:
         result = step.run(BlockCall(block, first, known, file, digits))
     except AttributeError as error:
@@ -546,7 +561,8 @@ def _run_block(
     if features is not None and is_unchanged != (features == _UNCHANGED):
         raise NotInBlocksError(_MIXED_ANSWERS)
     made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
-    return _Written(write_result(result, str(file)), len(result), made)
+    path = write_result(result, str(file))
+    return _Written(path, len(result), made, time.perf_counter() - began)
 
 
 def _is_of_writer(error: BaseException) -> bool:

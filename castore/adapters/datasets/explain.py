@@ -7,6 +7,7 @@ adds the number of rows that would run, for which it reads the input.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,47 @@ from castore.adapters.datasets.step_plan import PlannedStep
 from castore.adapters.datasets.step_runner import STEPS_FOLDER
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
 from castore.store import Store
+
+#: The sentence for a first step over another input.
+INPUT_CHANGED = "the input dataset has changed"
+# Names of files in a sentence.
+_NAMES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FileChanges:
+    """How input files differ from those of an earlier run.
+
+    Attributes:
+        new, changed, gone: paths of files that were not there, that had other content, and that are not
+            there any more.
+        moved: paths of files whose content was there under another path.
+    """
+
+    new: list[str]
+    changed: list[str]
+    gone: list[str]
+    moved: list[str]
+
+    def __str__(self) -> str:
+        told = (
+            (self.new, "is new", "are new"),
+            (self.changed, "has changed", "have changed"),
+            (self.gone, "is gone", "are gone"),
+            (self.moved, "was moved", "were moved"),
+        )
+        parts = [
+            f"{len(paths):,} {'file' if len(paths) == 1 else 'files'} {one if len(paths) == 1 else many} "
+            f"({_shorten(paths)})"
+            for paths, one, many in told
+            if paths
+        ]
+        return ", ".join(parts) or "the files are in another order, or are read in another way"
+
+
+def _shorten(paths: list[str]) -> str:
+    shown = ", ".join(map(os.path.basename, paths[:_NAMES]))
+    return shown if len(paths) <= _NAMES else f"{shown} and {len(paths) - _NAMES:,} more"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +69,13 @@ class Explanation:
         key: the key under which the result is, or would be, kept in the cache.
         changes: on a miss, a sentence for each difference from the nearest run that is kept, or the reason
             why none is kept.
-        rows_in, rows_reused: for the first step that would run: its rows, and those whose blocks are kept;
-            None for other steps, where a step runs as one piece, and where its first block has changed, which
-            decides about all others.
+        rows_in, rows_reused: on a miss, rows before the step, and those that would not run, since the results
+            of their blocks are kept. ``rows_in`` is None where it is known only after the step before. Both
+            are None where nothing is known before a run: the step, or one before it, runs as one piece, or
+            its first block has changed, which decides about all others; so they are for hits.
+        blocks_in, blocks_reused: the same in blocks. A file that is not read yet counts as one block. Small
+            blocks behind what is not there yet may run with it: that is not foretold.
+        files: for the first step of a recipe, on a miss: how the files differ from those of the last run.
     """
 
     name: str
@@ -39,13 +85,21 @@ class Explanation:
     changes: list[str]
     rows_in: int | None = None
     rows_reused: int | None = None
+    blocks_in: int | None = None
+    blocks_reused: int | None = None
+    files: FileChanges | None = None
 
     def __str__(self) -> str:
         if self.hit:
             return f"{self.name}: hit"
         sentences = list(self.changes)
-        if self.rows_in is not None and self.rows_reused is not None:
-            sentences.append(f"{self.rows_in - self.rows_reused:,} of {self.rows_in:,} rows run")
+        if self.blocks_in is not None and self.blocks_reused is not None:
+            blocks = f"{self.blocks_in - self.blocks_reused:,} of {self.blocks_in:,} blocks"
+            if self.rows_in is not None:
+                rows = self.rows_in - (self.rows_reused or 0)
+                sentences.append(f"{rows:,} of {self.rows_in:,} rows run ({blocks})")
+            else:
+                sentences.append(f"{blocks} run, and {self.rows_reused:,} rows do not")
         return f"{self.name}: miss: {'; '.join(sentences)}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +114,7 @@ def make_explanation(step: PlannedStep, changes: list[str]) -> Explanation:
 
 def explain(store: Store, pipeline: str, planned: Sequence[PlannedStep]) -> list[Explanation]:
     """Explain each step: a hit, or a miss with its changes."""
-    records = _records(store, pipeline)
+    records = find_records(store, pipeline)
     there = [dataset_entries.metadata_of(store, step.name) is not None for step in planned]
     # A step whose result was dropped is not run again as long as a later step's result is kept.
     needed = max((number for number, is_there in enumerate(there) if is_there), default=-1)
@@ -73,7 +127,7 @@ def explain(store: Store, pipeline: str, planned: Sequence[PlannedStep]) -> list
     return explanations
 
 
-def _records(store: Store, pipeline: str) -> list[dict[str, Any]]:
+def find_records(store: Store, pipeline: str) -> list[dict[str, Any]]:
     """The records of that pipeline's steps, and of steps outside any pipeline, the latest first."""
     entries = [entry for entry in store.entries(STEPS_FOLDER) if entry.name.endswith(f"/{STATE_FILE}")]
     entries.sort(key=lambda entry: entry.created, reverse=True)
@@ -93,7 +147,7 @@ def _changes(step: PlannedStep, records: list[dict[str, Any]], missed: list[str]
     if missed:
         return [*changes, f"its input changes, since {missed[-1]!r} runs again"]
     nearest = (same_operator or same)[0]
-    what = "the input dataset has changed" if step.number == 0 else _other_chain(step, nearest, records)
+    what = INPUT_CHANGED if step.number == 0 else _other_chain(step, nearest, records)
     return [*changes, what]
 
 

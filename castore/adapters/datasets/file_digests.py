@@ -1,4 +1,4 @@
-"""Digests of files, remembered in the store for as long as a file does not change.
+"""Digests of files, and other short texts, remembered in the store for as long as a file does not change.
 
 A file counts as unchanged while its path, device, inode, size and times are as they were. Assumes that nobody
 changes a file in place and turns its clock back. Must never change a file.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from castore.errors import UnhashableError
 from castore.keys.encoder import key
 from castore.objects.encode import hash_file
 from castore.store import Store
 
-#: The store's folder of remembered digests.
+#: The store's folder of remembered digests and texts.
 DIGESTS_FOLDER = ".datasets/files"
 # Hashing a smaller file again costs no more than asking the store.
 _REMEMBERED_SIZE = 4 * 1024 * 1024
@@ -52,7 +53,7 @@ def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
             status.st_mtime_ns,
             status.st_ctime_ns,
         ]
-        return _get_or_compute(store, f"{DIGESTS_FOLDER}/{key(identity)}", partial(_hash_fd, fd, size))
+        return remembered(store, identity, partial(_hash_fd, fd, size))
     finally:
         os.close(fd)
 
@@ -66,8 +67,15 @@ def _hash_fd(fd: int, size: int) -> str:
     return hash_file(fd, size)[0].hex()
 
 
-def _get_or_compute(store: Store, name: str, compute: Callable[[], str]) -> str:
-    """A short text that the store keeps under a name; computed by ``compute`` if the store has none."""
+def remembered(store: Store, identity: list[Any], compute: Callable[[], str]) -> str:
+    """A short text about files, computed by ``compute`` unless the store remembers it.
+
+    Args:
+        store: remembers the text.
+        identity: what the text depends on, in the form of `castore.key`.
+        compute: returns the text.
+    """
+    name = f"{DIGESTS_FOLDER}/{key(identity)}"
     known = store.get(name)
     if known is not None:
         return known.decode()

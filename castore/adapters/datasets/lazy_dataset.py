@@ -6,7 +6,7 @@ but the time of reading. Knows no store: the caller gives the function that load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
@@ -24,7 +24,13 @@ class LazyDataset(datasets.Dataset):  # type: ignore[misc]
         rows: the number of rows; None to read the dataset for it.
         size: about how many bytes the dataset takes as Arrow files; None to read the dataset for it.
         load: returns the dataset.
+
+    Attributes:
+        pieces: the files that hold the rows, some of which may not be there yet, for forecasts; None where
+            they are not known.
     """
+
+    pieces: Sequence[Any] | None = None
 
     def __init__(
         self,

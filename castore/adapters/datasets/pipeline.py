@@ -20,12 +20,14 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
+from castore.adapters.datasets.blame import Blame, Passed, trace
 from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockStep, bytes_at_once, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, format_digest
 from castore.adapters.datasets.explain import Explanation, explain, make_explanation
+from castore.adapters.datasets.forecast import Piece, forecast, stand_in
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.private_copies import own_copy
@@ -34,8 +36,8 @@ from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Prog
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
 from castore.adapters.datasets.steps import BATCH_ROWS, BLOCK_KINDS, RunOptions, Step, steps_of
-from castore.adapters.datasets.tables import fingerprint_of_key
-from castore.errors import InvalidValueError
+from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
+from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
@@ -157,21 +159,101 @@ class Pipeline:
     def _count_rows(
         self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], told: list[Explanation]
     ) -> list[Explanation]:
-        """The explanations, the first miss among them with the rows that a run would not run again."""
+        """The explanations, the misses with what a run would find kept, as far as that is known."""
         number = next((number for number, explanation in enumerate(told) if not explanation.hit), None)
         if number is None:
             return told
-        before = step_runner.load_step(self.store, planned[number - 1].name) if number else None
-        if number and before is None:
-            return told
-        rows = dataset if before is None else before.dataset
-        if rows.info.features is None:
+        pieces: Sequence[Piece] | None = None
+        if number:
+            before = step_runner.load_step(self.store, planned[number - 1].name)
+            if before is None:
+                return told
+            dataset = before.dataset
+        elif dataset.info.features is None:
             return told  # an input that was never read
-        blocks = _Run(self, rows, ProgressMeter(self.steps, None)).in_blocks(planned[number])
-        counted = None if blocks is None else BlockRun(self.store, blocks, StorageOptions(self.codec)).count()
-        if counted is not None:
-            told[number] = dataclasses.replace(told[number], rows_in=counted[0], rows_reused=counted[1])
+        elif isinstance(dataset, LazyDataset) and dataset.pieces is not None:
+            pieces = dataset.pieces
+            dataset = stand_in(dataset.info.features, pieces)
+        for step in planned[number:]:
+            blocks = _Run(self, dataset, ProgressMeter(self.steps, None)).in_blocks(step)
+            if blocks is None:
+                break
+            found = forecast(BlockRun(self.store, blocks, StorageOptions(self.codec)), blocks, pieces)
+            if found is None:
+                break
+            told[step.number] = dataclasses.replace(
+                told[step.number],
+                rows_in=found.rows_in,
+                rows_reused=found.rows_kept,
+                blocks_in=found.blocks,
+                blocks_reused=found.kept,
+            )
+            if format_digest(dataset):
+                break  # the formats of results are not foretold
+            pieces = found.pieces
+            dataset = stand_in(found.features, pieces)
         return told
+
+    def blame(self, dataset: datasets.Dataset, row: int) -> Blame:
+        """Where a row of the result comes from: the row of the input, and what each step did to it.
+
+        Reads results that are kept, and runs nothing.
+
+        Args:
+            dataset: the input of a run.
+            row: the number of the row in the result of that run, from 0.
+
+        Raises:
+            InvalidValueError: the pipeline keeps no steps, or the result has no such row.
+            NotFoundError: the result of the run is not kept.
+            UnhashableError: a part of an operator has no stable hash.
+
+        >>> import tempfile
+        >>> texts = datasets.Dataset.from_dict({"text": ["one", "two", "three"]})
+        >>> class Long:
+        ...     def compute_stats(self, sample):
+        ...         return sample
+        ...     def process(self, sample):
+        ...         return len(sample["text"]) > 3
+        >>> pipeline = Pipeline([Long()], store=Store(tempfile.mkdtemp() + "/cache"))
+        >>> pipeline.run(texts).dataset["text"][:]
+        ['three']
+        >>> pipeline.blame(texts, 0).rows_in
+        (2, 2)
+        """
+        if not self.use_cache:
+            raise InvalidValueError("blame reads the results of steps, and this pipeline keeps none")
+        pending_puts.wait()
+        planned = self.plan(dataset)
+        kept = [step_runner.load_step(self.store, step.name) for step in planned]
+        if planned and kept[-1] is None:
+            raise NotFoundError(
+                f"the result of {planned[-1].step.name!r}, the last step, is not kept; run the pipeline first"
+            )
+        if isinstance(dataset, LazyDataset) and dataset.info.features is None:
+            dataset = dataset.read()
+        results = [dataset, *(None if outcome is None else outcome.dataset for outcome in kept)]
+        rows = 0 if results[-1] is None else len(results[-1])
+        if not 0 <= row < rows:
+            there = f"rows 0 to {rows - 1:,}" if rows else "no rows"
+            raise InvalidValueError(f"the result has {there}, so no row {row!r}; give one of its rows")
+        passed = [
+            self._passed(step, before, after)
+            for step, before, after in zip(planned, results[:-1], results[1:], strict=True)
+        ]
+        return trace(passed, row)
+
+    def _passed(
+        self, step: PlannedStep, before: datasets.Dataset | None, after: datasets.Dataset | None
+    ) -> Passed:
+        """A step that has run, from what is kept of it."""
+        entry = self.store.entry(f"{step.name}/{STATE_FILE}")
+        record, when = ({}, None) if entry is None else (entry.metadata, entry.created)
+        cut = None
+        if before is not None and after is not None:
+            cut = _Run(self, before, ProgressMeter(self.steps, None)).in_blocks(step)
+        blocks = None if cut is None else (BlockRun(self.store, cut, StorageOptions(self.codec)), cut)
+        return Passed(step, record, when, before, after, blocks)
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
@@ -310,6 +392,7 @@ class _Run:
             {"kind": step.kind, "operator": planned.description.fingerprint},
             Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
             has_features=step.kind == "filter",
+            keeps_count=step.kind != "filter" and not step.sees_batches(),
             num_proc=self._pipeline.num_proc or 1,
             tell=tell,
             title=step.name,
@@ -348,8 +431,8 @@ class _Run:
             seconds = time.perf_counter() - began
             outcomes.append((step, outcome))
             self._drop_unused([earlier.dataset for _, earlier in outcomes if not earlier.size.done()])
-            reused = outcome.rows_reused
-            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, reused))
+            told = outcome.rows_reused, outcome.seconds_saved
+            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, *told))
             self._meter.end(step.number, reports[-1])
         # The size is known once the result is stored.
         for step, outcome in outcomes:
@@ -379,7 +462,8 @@ class _Run:
             record = self._record(step) or history.get(step.key, {})
             size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
-            reports.append(_report(step, True, *rows, 0.0, size, rows[0] or 0))
+            told = rows[0] or 0, step_runner.work_seconds(record)
+            reports.append(_report(step, True, *rows, 0.0, size, *told))
             self._meter.end(step.number, reports[-1])
         return reports
 
@@ -447,7 +531,12 @@ class _Run:
 def _history(planned: Sequence[PlannedStep], reports: Sequence[StepReport]) -> list[dict[str, Any]]:
     """The record that a step keeps of earlier steps, whose results may be dropped."""
     return [
-        {"key": step.key, "rows_in": report.rows_in, "rows_out": report.rows_out}
+        {
+            "key": step.key,
+            "rows_in": report.rows_in,
+            "rows_out": report.rows_out,
+            "seconds": round(report.seconds_saved + (0.0 if report.hit else report.seconds), 6),
+        }
         for step, report in zip(planned, reports, strict=False)
     ]
 
@@ -460,8 +549,10 @@ def _report(
     seconds: float,
     size: dataset_entries.DatasetSize | None,
     rows_reused: int = 0,
+    seconds_saved: float = 0.0,
 ) -> StepReport:
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""
     name, kind = step.step.name, step.step.kind
-    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, rows_reused)
+    told = rows_reused, seconds_saved
+    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, *told)

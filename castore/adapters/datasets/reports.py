@@ -55,6 +55,7 @@ class StepReport:
         key: the key of the kept result, "" if none is kept.
         rows_reused: rows before the step that did not run again: all of them for a hit, and else those of
             blocks whose results were kept.
+        seconds_saved: seconds that those rows took when they ran, those of all processes added up.
     """
 
     name: str
@@ -67,6 +68,12 @@ class StepReport:
     stored: int
     key: str
     rows_reused: int = 0
+    seconds_saved: float = 0.0
+
+    @property
+    def rows_run(self) -> int | None:
+        """Rows before the step that ran in this run; None if they are not known any more."""
+        return None if self.rows_in is None else self.rows_in - self.rows_reused
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for JSON."""

@@ -9,7 +9,7 @@ Must never hold more rows than those of two blocks, and those that are being rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -94,8 +94,13 @@ def _files_that_are_blocks(dataset: datasets.Dataset) -> list[_File]:
     if dataset._indices is not None or not all(isinstance(table, LazyTable) for table in tables):
         return []
     files = [_File(blob, table, place) for table in tables for place, blob in enumerate(table.blobs)]
-    fit = len(files) > 1 and all(table.blobs for table in tables)
-    return files if fit and all(file.blob.size <= _LARGEST_FILE for file in files) else []
+    fit = all(table.blobs for table in tables) and are_blocks([file.blob.size for file in files])
+    return files if fit else []
+
+
+def are_blocks(sizes: Sequence[int]) -> bool:
+    """Whether files of those sizes can be blocks as they are."""
+    return len(sizes) > 1 and all(size <= _LARGEST_FILE for size in sizes)
 
 
 def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
@@ -105,8 +110,7 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
     for number, file in enumerate(files, start=1):
         group.append(file)
         size += file.blob.size
-        chance = int.from_bytes(file.blob.digest[:4], "little") * _SMALLEST_FILE
-        is_whole = chance < file.blob.size << 32 or size >= 4 * _SMALLEST_FILE
+        is_whole = ends_block(file.blob.digest, file.blob.size, size)
         if is_whole and is_first and first_rows:
             is_whole = sum(len(item.table.read_file(item.place)) for item in group) >= first_rows
         if is_whole or number == len(files):
@@ -114,9 +118,19 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
             group, size, is_first = [], 0, False
 
 
+def ends_block(digest: bytes, size: int, group_size: int) -> bool:
+    """Whether a file of that digest and size ends a block, with which the block's files have that size."""
+    chance = int.from_bytes(digest[:4], "little") * _SMALLEST_FILE
+    return chance < size << 32 or group_size >= 4 * _SMALLEST_FILE
+
+
+def joined_digest(digests: Sequence[bytes]) -> bytes:
+    """The digest of a block of files."""
+    return digests[0] if len(digests) == 1 else blake3(b"".join(digests)).digest()
+
+
 def _block_of(files: list[_File]) -> SourceBlock:
-    digests = [file.blob.digest for file in files]
-    digest = digests[0] if len(digests) == 1 else blake3(b"".join(digests)).digest()
+    digest = joined_digest([file.blob.digest for file in files])
 
     def read() -> pa.Table:
         return pa.concat_tables([file.table.read_file(file.place) for file in files])

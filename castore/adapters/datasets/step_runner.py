@@ -60,6 +60,7 @@ class StepOutcome(NamedTuple):
         record: the record of the step; see `run_or_load`.
         size: the result's size in the store, once it is there; None if the result could not be stored.
         rows_reused: rows of the input that did not have to be run.
+        seconds_saved: time that those rows took when they ran.
     """
 
     dataset: datasets.Dataset
@@ -67,6 +68,7 @@ class StepOutcome(NamedTuple):
     record: dict[str, Any]
     size: Future[dataset_entries.DatasetSize | None]
     rows_reused: int = 0
+    seconds_saved: float = 0.0
 
 
 def store_or_default(given: Store | None) -> Store:
@@ -124,7 +126,12 @@ def load_step(store: Store, name: str) -> StepOutcome | None:
         )
         return None
     size = known_size(dataset_entries.size_of(store, name))
-    return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0)
+    return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0, work_seconds(record))
+
+
+def work_seconds(record: dict[str, Any]) -> float:
+    """The time that a step took for all its rows, in whatever runs they ran; 0 where that is not known."""
+    return float(record.get("work_seconds", record.get("seconds", 0.0)))
 
 
 def known_size(size: dataset_entries.DatasetSize | None) -> Future[dataset_entries.DatasetSize | None]:
@@ -233,6 +240,8 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
         reused = sum(result.rows_in for result in results if result.reused)
         told: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
         told["seconds"] = round(time.perf_counter() - began, 6)
+        told["work_seconds"] = round(sum(result.seconds for result in results), 6)
+        saved = sum(result.seconds for result in results if result.reused)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             with store_locks(store).hold(name):
@@ -242,7 +251,7 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
         except (FullError, TooLargeError) as error:
             raise NotInBlocksError(NO_ROOM) from error
         if (outcome := load_step(store, name)) is not None:  # it reads the files: a block may be damaged
-            return outcome._replace(hit=False, rows_reused=reused)
+            return outcome._replace(hit=False, rows_reused=reused, seconds_saved=saved)
     raise NotInBlocksError(
         f"gc has taken blocks of it {_ATTEMPTS} times; make room, or set a larger max_size"
     )
@@ -250,7 +259,8 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
 
 def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:
     reused = coming.record["rows_in"] if hit else 0
-    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size, reused)
+    saved = work_seconds(coming.record) if hit else 0.0
+    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size, reused, saved)
 
 
 def run_step(

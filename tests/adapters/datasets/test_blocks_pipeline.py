@@ -208,6 +208,37 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)
 
 
+def test_explain_tells_of_every_step_what_its_run_finds_kept(store: Store) -> None:
+    pipeline = Pipeline([lower, Length(), later, OtherStats()], store=store)
+    pipeline.run(rows(COUNT))
+    foretold = pipeline.explain(rows(COUNT + MORE))
+    ran = pipeline.run(rows(COUNT + MORE))
+    assert len(foretold) == len(ran.steps) > 5
+    for each, step in zip(foretold, ran.steps, strict=True):
+        assert each.rows_reused is not None
+        # A block that runs may still give what is kept, and the next step finds that.
+        assert 1000 < each.rows_reused <= step.rows_reused < COUNT + MORE
+        assert each.blocks_in is not None
+        assert each.blocks_reused is not None
+        assert 1 <= each.blocks_in - each.blocks_reused <= 2
+    assert [each.rows_in for each in foretold[:3]] == [COUNT + MORE] * 3
+    assert [each.rows_in for each in foretold[3:]] == [None] * (len(foretold) - 3)  # behind a filter
+    assert foretold[0].rows_reused == ran.steps[0].rows_reused
+
+
+def test_a_report_tells_the_time_that_reused_rows_took_when_they_ran(store: Store) -> None:
+    pipeline = Pipeline([lower, Length(), later, OtherStats()], store=store)
+    first, again, more, every = (pipeline.run(rows(n)) for n in (COUNT, COUNT, COUNT + MORE, COUNT + MORE))
+    for steps in zip(first.steps, again.steps, more.steps, every.steps, strict=True):
+        ran, hit, edited, last = (step.seconds_saved for step in steps)
+        assert ran == 0.0
+        assert hit > 0.0
+        assert last > 0.0
+        assert 0.0 < edited < last
+        assert 0 < (steps[2].rows_run or 0) < 6 * ROWS
+        assert (steps[0].rows_run, steps[1].rows_run) == (steps[0].rows_in, 0)
+
+
 def test_explain_tells_how_many_rows_would_run(store: Store) -> None:
     def shout(sample: dict[str, Any]) -> dict[str, Any]:
         return {"text": sample["text"].upper()}
@@ -222,8 +253,11 @@ def test_explain_tells_how_many_rows_would_run(store: Store) -> None:
         assert told.rows_in == ran.rows_in == 3001
         assert told.rows_reused == ran.rows_reused
         assert 1000 < ran.rows_reused < 3001
+        assert told.blocks_in is not None
+        assert told.blocks_reused == told.blocks_in - 1
         assert str(told) == (
-            f"{told.name}: miss: the input dataset has changed; {3001 - ran.rows_reused} of 3,001 rows run"
+            f"{told.name}: miss: the input dataset has changed; {3001 - ran.rows_reused} of 3,001 rows run "
+            f"(1 of {told.blocks_in} blocks)"
         )
         [again] = pipeline.explain(edited)
         assert (again.hit, again.rows_in) == (True, None)

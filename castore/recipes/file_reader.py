@@ -1,0 +1,225 @@
+"""Reads files of one kind to tables: all of them, or some of them as if all were read.
+
+What `datasets` makes of a file depends on the other files in two ways: the first rows of all decide the
+features, and in CSV files all rows decide the types of the columns. `find_common` finds both, from the first
+file and from types that are noted for each file. Given those, `read_tables` reads any of the files by
+themselves, to the same rows.
+
+Must never change the files that it reads, nor give rows that differ from those of reading all files at once:
+a file whose rows depend on the others in a third way is a DependentFileError.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+from datasets.builder import Key
+from datasets.data_files import DataFilesDict, DataFilesList
+from datasets.features.features import require_storage_embed
+from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.packaged_modules.text.text import Text
+from datasets.table import table_cast
+
+from castore.adapters.datasets.source_units import DependentFileError
+from castore.recipes.csv_reader import ColumnTypes, CsvReader, join_types
+from castore.recipes.json_reader import JsonReader
+from castore.recipes.quiet import quiet
+
+#: Endings of compressed files that can be read.
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+#: A reader's version increases when it reads the same bytes as other values.
+READER_VERSIONS = {"json": 2, "csv": 3, "tsv": 3}
+#: Kinds of files whose columns get their types from all rows.
+TYPED_BY_ALL_ROWS = ("csv", "tsv")
+# One split for all files, or `datasets` would choose its name, and with it the fingerprint, by chance.
+_SPLIT = datasets.Split.TRAIN
+
+
+class Common(NamedTuple):
+    """What the files of a source have in common.
+
+    Attributes:
+        features: the features of all rows.
+        is_known_first: whether the reader knows the features before it reads; else the features are those of
+            its first table, and the later tables are cast to them.
+        types: the types in the columns of CSV files; None for other kinds.
+    """
+
+    features: datasets.Features
+    is_known_first: bool
+    types: ColumnTypes | None = None
+
+    def counted(self, types: ColumnTypes | None) -> list[Any]:
+        """What the rows of some files depend on beside their bytes, given the types in their own columns."""
+        columns = None if types is None else {name: (self.types or {})[name] for name in sorted(types)}
+        return [json.dumps(self.features.to_dict()), self.is_known_first, columns]
+
+
+def read_dataset(kind: str, files: Sequence[str], folder: str) -> datasets.Dataset:
+    """The dataset of all files of a source, which maps Arrow files in a folder."""
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as links:
+        reader = _make_reader(kind, files, folder, links)
+        reader.download_and_prepare()
+        rows = reader.as_dataset(split=_SPLIT)
+    assert isinstance(rows, datasets.Dataset)
+    if kind == "json":
+        for batch in rows.data.table.to_batches():
+            batch.validate(full=True)  # the reader accepts any bytes as text
+    return rows
+
+
+def find_types(kind: str, files: Sequence[str], folder: str) -> ColumnTypes:
+    """The types in the columns of files of one of the kinds `TYPED_BY_ALL_ROWS`.
+
+    Raises:
+        DependentFileError: a file cannot be read.
+    """
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
+        try:
+            reader = _make_reader(kind, files, folder, links)
+            assert isinstance(reader, CsvReader)
+            given = _arguments(reader, folder)
+            return reader.find_types(file for paths in given["files_iterables"] for file in paths)
+        except Exception as error:  # of pandas and codecs: reading all files says what is wrong
+            raise DependentFileError from error
+
+
+def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, folder: str) -> Common:
+    """What all files of a source have in common, from the first of them.
+
+    Args:
+        kind: of the files.
+        files: the first files, up to one that has rows.
+        types: the types in the columns of all files of the source, for the kinds `TYPED_BY_ALL_ROWS`.
+        folder: a folder for temporary files.
+
+    Raises:
+        DependentFileError: the files cannot be read, or have no rows, or rows that name other files.
+    """
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
+        try:
+            reader = _make_reader(kind, files, folder, links)
+            given = _arguments(reader, folder)
+            features = reader.info.features
+            is_known_first = features is not None
+            if not is_known_first:
+                if isinstance(reader, CsvReader):
+                    reader.types = types
+                table = next(iter(reader._generate_tables(**given)))[1]
+                features = datasets.Features.from_arrow_schema(table.schema)
+        except Exception as error:  # from a dozen libraries: reading all files says what is wrong
+            raise DependentFileError from error
+    if not features or any(map(require_storage_embed, features.values())):
+        raise DependentFileError
+    return Common(features, is_known_first, types)
+
+
+def read_tables(
+    kind: str, files: Sequence[str], common: Common, folder: str
+) -> Iterator[tuple[int, pa.Table]]:
+    """The rows of some files of a source: the number of the file among them, and a table.
+
+    Raises:
+        DependentFileError: the files cannot be read by themselves.
+    """
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
+        try:
+            reader = _make_reader(kind, files, folder, links)
+            # Given now, or the reader would look for them in these files.
+            reader.info.features = common.features
+            given = _arguments(reader, folder)
+            reader.info.features = common.features if common.is_known_first else None
+            if isinstance(reader, CsvReader):
+                reader.types = common.types
+            elif isinstance(reader, JsonReader):
+                reader.refuses_mixed = True
+            schema = common.features.arrow_schema
+            for place, table in reader._generate_tables(**given):
+                assert isinstance(place, Key)
+                yield place.original_shard_id, _as_written(kind, table, schema, common.is_known_first)
+        except DependentFileError:
+            raise
+        except Exception as error:  # from a dozen libraries: reading all files says what is wrong
+            raise DependentFileError from error
+
+
+def find_unreadable(kind: str, files: Sequence[str], folder: str) -> str | None:
+    """The first of some files that cannot be read behind the first of them; None if there is none."""
+    types: list[ColumnTypes] = []
+    common: Common | None = None
+    file = files[0]
+    try:
+        for file in files if kind in TYPED_BY_ALL_ROWS else ():
+            types += [find_types(kind, [file], folder)]
+        for file in files:
+            common = common or find_common(kind, [file], join_types(types) if types else None, folder)
+            for _ in read_tables(kind, [file], common, folder):
+                pass
+    except DependentFileError as error:
+        return None if error.__cause__ is None else file
+    return None
+
+
+def _as_written(kind: str, table: pa.Table, schema: pa.Schema, is_known_first: bool) -> pa.Table:
+    """A table as `datasets` writes it behind those of other files."""
+    # Tables of one row are joined before they are cast, and must be alike for that.
+    if not is_known_first and len(table) == 1 and not table.schema.equals(schema):
+        raise DependentFileError
+    for field in schema:
+        if pa.types.is_null(field.type) and field.name in table.column_names:
+            column = table.column(field.name)
+            if column.null_count < len(column):
+                raise DependentFileError
+    table = table_cast(table.combine_chunks(), schema)
+    if kind == "json":
+        table.validate(full=True)  # the reader accepts any bytes as text
+    return table
+
+
+def _arguments(reader: Any, folder: str) -> dict[str, Any]:
+    """The arguments with which a reader reads its files; finds its features, where it does that first."""
+    manager = datasets.DownloadManager(
+        dataset_name=reader.dataset_name,
+        download_config=datasets.DownloadConfig(cache_dir=os.path.join(folder, "extracted")),
+        record_checksums=False,
+    )
+    [split] = reader._split_generators(manager)
+    return dict(split.gen_kwargs)
+
+
+def _make_reader(kind: str, files: Sequence[str], folder: str, links: str) -> Any:
+    """The builder of `datasets` for files of a kind; ``links`` is a folder for links to them."""
+    paths = [_plain_path(file, links) for file in files]
+    # Make the list here, since `datasets` takes every given path for a pattern.
+    given = DataFilesDict({str(_SPLIT): DataFilesList(paths, [_file_state(path) for path in paths])})
+    if kind == "json":
+        return JsonReader(given, folder)
+    if kind == "parquet":
+        return Parquet(cache_dir=folder, data_files=given)
+    if kind == "text":
+        return Text(cache_dir=folder, data_files=given, sample_by="document")
+    return CsvReader(given, folder, "\t" if kind == "tsv" else ",")
+
+
+def _plain_path(file: str, links: str) -> str:
+    """A full path that `datasets` understands: it makes a URL of the name of a compressed file."""
+    path = os.path.abspath(file)
+    if not path.lower().endswith(COMPRESSED) or re.fullmatch(r"[\w.-]+", os.path.basename(path)):
+        return path
+    stem, ending = os.path.splitext(path)
+    link = os.path.join(links, f"{len(os.listdir(links))}{os.path.splitext(stem)[1]}{ending}")
+    os.symlink(path, link)
+    return link
+
+
+def _file_state(path: str) -> tuple[str, ...]:
+    found = os.stat(path)
+    return path, str(found.st_mtime_ns), str(found.st_size), str(found.st_ino)
