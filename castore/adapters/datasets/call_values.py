@@ -1,0 +1,154 @@
+"""What a function of a stream sees and returns, as bytes: calls are told apart by the first, and the second
+comes back exactly.
+
+Rows of a stream are Python values, and `datasets` hands on what a function returns as it is: no type of Arrow
+is forced on a value here. A call without exact bytes is an error, and the caller runs it without keeping it.
+Tables of Arrow, pandas and polars are told apart by their columns, however they are chunked.
+
+Must never take a result for a call's whole effect where the function has also changed what it was given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from castore.adapters.datasets.table_digest import table_digest
+from castore.serialize.serializers import dump, load
+
+_FIXED = frozenset({str, int, float, bool, bytes, type(None), complex})
+_PLAIN = frozenset({dict, list, *_FIXED})
+
+
+class Packed(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        data: bytes that tell them from all others.
+        size: bytes of the values.
+    """
+
+    data: bytes
+    size: int
+
+
+def pack_arguments(arguments: Sequence[Any]) -> Packed:
+    """The positional arguments of a call, as bytes.
+
+    Raises:
+        SerializationError: a value has no exact bytes; the message has the path to it.
+    """
+    values: list[Any] = []
+    tables: list[Any] = []
+    size = 0
+    for place, value in enumerate(arguments):
+        table = None if type(value) in _PLAIN else _as_table(value)
+        if table is None:
+            values.append(value)
+            continue
+        told = {key.decode(errors="replace"): text for key, text in (table.schema.metadata or {}).items()}
+        tables.append([place, type(value).__name__, table_digest(table), told])
+        values.append(None)
+        size += table.nbytes
+    data = dump([values, tables], "msgpack")[1]
+    return Packed(data, size + len(data))
+
+
+def unpack_arguments(packed: Packed) -> list[Any]:
+    """Arguments that are equal to the packed ones, and nobody else's; None in the place of tables."""
+    values: list[Any] = load(packed.data, "msgpack")[0]
+    return values
+
+
+def dump_result(output: Any, *, is_argument: bool) -> bytes:
+    """What a function returned, as bytes.
+
+    Args:
+        output: the value; a mapping counts by its items.
+        is_argument: whether that is the function's first argument, which it changed.
+
+    Raises:
+        SerializationError: the value would not come back exactly; the message has the path to it.
+    """
+    if isinstance(output, Mapping) and type(output) is not dict:
+        output = dict(output)
+    elif (table := None if type(output) in _PLAIN else _as_table(output)) is not None:
+        # `datasets` takes a table in the place of a frame, and a list in the place of a mask.
+        output = table if _is_frame(output) else table.column(0).to_pylist()
+    return dump([is_argument, output], "msgpack")[1]
+
+
+def load_result(record: bytes) -> tuple[bool, Any]:
+    """Whether a function returned its first argument, and what it returned.
+
+    Raises:
+        CorruptError, SerializationError: the bytes are no result that can be loaded here.
+    """
+    is_argument, output = load(record, "msgpack")
+    return is_argument, output
+
+
+class Before(NamedTuple):
+    """Arguments as they were before a call: whether the call changes values inside them can be told later.
+
+    Attributes:
+        packed: their bytes.
+        held: the same values, in containers of their own.
+    """
+
+    packed: Packed
+    held: list[Any]
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any], packed: Packed) -> Before:
+        """Arguments whose bytes are known."""
+        return cls(packed, [dict(value) if type(value) is dict else value for value in arguments])
+
+    def is_overwritten_in(self, output: Any) -> bool:
+        """Whether a result has all values that the call has changed in place.
+
+        `datasets` goes on with the columns that a function was given and did not return, and sees such
+        changes.
+        """
+        if all(map(_is_fixed, self.held)) or pack_arguments(self.held) == self.packed:
+            return True
+        first = self.held[0]
+        if not isinstance(first, dict) or not isinstance(output, Mapping):
+            return False
+        was = unpack_arguments(self.packed)[0]
+        changed = [name for name in first if pack_arguments([first[name]]) != pack_arguments([was[name]])]
+        return all(name in output for name in changed)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether nothing inside a value can be changed in place and seen by `datasets`."""
+    if type(value) is dict:
+        return _FIXED.issuperset(map(type, value.values()))
+    return type(value) in _FIXED or (type(value) not in _PLAIN and _as_table(value) is not None)
+
+
+def _is_frame(value: Any) -> bool:
+    return isinstance(value, pa.Table) or hasattr(value, "columns")
+
+
+def _as_table(value: Any) -> pa.Table | None:
+    """A table, a frame or a column as a table; None for all other values."""
+    if isinstance(value, pa.Table):
+        return value
+    if isinstance(value, pa.ChunkedArray | pa.Array):
+        return pa.table({"": value})
+    module = type(value).__module__.partition(".")[0]
+    if module == "pandas":
+        pandas = sys.modules["pandas"]
+        if isinstance(value, pandas.Series):
+            return pa.Table.from_pandas(value.to_frame())
+        return pa.Table.from_pandas(value) if isinstance(value, pandas.DataFrame) else None
+    if module == "polars":
+        polars = sys.modules["polars"]
+        if isinstance(value, polars.Series):
+            return value.to_frame().to_arrow()
+        return value.to_arrow() if isinstance(value, polars.DataFrame) else None
+    return None
