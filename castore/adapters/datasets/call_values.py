@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from castore.adapters.datasets.object_arrays import put_together, take_apart
 from castore.adapters.datasets.table_digest import table_digest
+from castore.errors import SerializationError
 from castore.serialize.serializers import dump, load
 
 _FIXED = frozenset({str, int, float, bool, bytes, type(None), complex})
@@ -53,13 +55,13 @@ def pack_arguments(arguments: Sequence[Any]) -> Packed:
         tables.append([place, type(value).__name__, table_digest(table), told])
         values.append(None)
         size += table.nbytes
-    data = dump([values, tables], "msgpack")[1]
+    data = _dump([values, tables])
     return Packed(data, size + len(data))
 
 
 def unpack_arguments(packed: Packed) -> list[Any]:
     """Arguments that are equal to the packed ones, and nobody else's; None in the place of tables."""
-    values: list[Any] = load(packed.data, "msgpack")[0]
+    values: list[Any] = _load(packed.data)[0]
     return values
 
 
@@ -78,7 +80,7 @@ def dump_result(output: Any, *, is_argument: bool) -> bytes:
     elif (table := None if type(output) in _PLAIN else _as_table(output)) is not None:
         # `datasets` takes a table in the place of a frame, and a list in the place of a mask.
         output = table if _is_frame(output) else table.column(0).to_pylist()
-    return dump([is_argument, output], "msgpack")[1]
+    return _dump([is_argument, output])
 
 
 def load_result(record: bytes) -> tuple[bool, Any]:
@@ -87,7 +89,7 @@ def load_result(record: bytes) -> tuple[bool, Any]:
     Raises:
         CorruptError, SerializationError: the bytes are no result that can be loaded here.
     """
-    is_argument, output = load(record, "msgpack")
+    is_argument, output = _load(record)
     return is_argument, output
 
 
@@ -128,6 +130,21 @@ def _is_fixed(value: Any) -> bool:
     if type(value) is dict:
         return _FIXED.issuperset(map(type, value.values()))
     return type(value) in _FIXED or (type(value) not in _PLAIN and _as_table(value) is not None)
+
+
+def _dump(pair: list[Any]) -> bytes:
+    try:
+        return dump(pair, "msgpack")[1]
+    except SerializationError:
+        plain, arrays = take_apart(pair)
+        if not arrays:
+            raise
+        return dump([*plain, arrays], "msgpack")[1]
+
+
+def _load(data: bytes) -> Any:
+    pair = load(data, "msgpack")
+    return pair if len(pair) == 2 else put_together(pair[:2], pair[2])
 
 
 def _is_frame(value: Any) -> bool:

@@ -24,6 +24,7 @@ import pyarrow as pa
 from datasets.iterable_dataset import MappedExamplesIterable, _BaseExamplesIterable
 
 from castore.adapters.datasets.call_blocks import KeptCalls, Pass
+from castore.adapters.datasets.event_loops import loops_closed
 
 
 def with_kept_calls(plain: datasets.IterableDataset, kept: KeptCalls, *, rowwise: bool) -> Any:
@@ -83,7 +84,8 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
         # A filter calls its function inside one of its own, which adds a column.
         inside = step.function if hasattr(step, "mask_function") else None
         function = step.function if inside is None else step.mask_function
-        with contextlib.closing(Pass(self._kept, function, _shards_below(step.ex_iterable))) as calls:
+        shards = _shards_below(step.ex_iterable)
+        with loops_closed(function) as own, contextlib.closing(Pass(self._kept, own, shards)) as calls:
             called: Any
             if inspect.iscoroutinefunction(function):
                 called = functools.partial(_await, calls)
