@@ -13,10 +13,15 @@ Must never give the result of a call whose arguments differ, nor keep one that w
 
 from __future__ import annotations
 
+import atexit
+import gc
 import itertools
 import math
+import os
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -98,9 +103,14 @@ class KeptCalls:
 
     def keep(self, block: Block) -> bool:
         """Keep a block; False, with a warning, if the store has no room."""
+        name = self._name(block.digest(0))
+        # Another pass began at the same row at the same time, and came further.
+        there = self.find(block.digest(0)) if self._store.entry(name) is not None else None
+        if there is not None and len(there.records) >= len(block.records):
+            return True
         try:
             self._store.put(
-                self._name(block.digest(0)),
+                name,
                 dump([block.digests, block.records], "msgpack")[1],
                 codec=self._options.codec,
                 level=self._options.level,
@@ -192,6 +202,9 @@ class Pass:
         self._new: _NewBlock | None = None
         self._unkept: dict[_NewBlock, None] = {}  # in order
         self._has_room = True
+        self._process = os.getpid()
+        keep_left_over()
+        _open.add(self)
 
     def call(self, *arguments: Any, **keywords: Any) -> Any:
         """What the function returns for these arguments, by a call or from a block."""
@@ -276,7 +289,13 @@ class Pass:
                 )
 
     def close(self) -> None:
-        """Keep what is there."""
+        """Keep what is there. Later, where Python's garbage collector has ended the iteration."""
+        if self._process != os.getpid():
+            return  # a fork of an iteration
+        if _collecting == threading.get_ident():
+            _left_over.append(self)
+            return
+        _open.discard(self)
         self._cut()
         for block in list(self._unkept):
             self._keep(block)
@@ -388,3 +407,34 @@ def _give(is_argument: bool, output: Any, arguments: Sequence[Any]) -> Any:
 def _plain(value: Any) -> Any:
     """An array or a tensor as lists, to be compared."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+# --- passes that nobody ends --------------------------------------------------------------------------------
+
+# An exception holds the iterations that it came through, and may be held itself until the program ends. The
+# garbage collector may end an iteration at any moment, also inside a call of the store. That call must not be
+# interrupted by another.
+_open: weakref.WeakSet[Pass] = weakref.WeakSet()
+_left_over: list[Pass] = []
+_collecting: int | None = None
+
+
+def keep_left_over() -> None:
+    """Keep the blocks of passes that the garbage collector has ended."""
+    while _left_over:
+        _left_over.pop().close()
+
+
+def _note_collection(phase: str, _: object) -> None:
+    global _collecting
+    _collecting = threading.get_ident() if phase == "start" else None
+
+
+def _end_all() -> None:
+    keep_left_over()
+    for one in list(_open):
+        one.close()
+
+
+gc.callbacks.append(_note_collection)
+atexit.register(_end_all)

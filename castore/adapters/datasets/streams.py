@@ -65,8 +65,8 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
     # Iterating
 
     def __iter__(self) -> Iterator[Any]:
-        with self._opened() as run:
-            yield from run
+        with contextlib.ExitStack() as ends:
+            yield from self._begin(ends)
 
     @property
     def iter_arrow(self) -> Callable[[], Iterator[Any]] | None:
@@ -74,28 +74,30 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
         return self._iter_arrow if self.ex_iterable.iter_arrow else None
 
     def _iter_arrow(self) -> Iterator[tuple[Any, pa.Table]]:
-        with self._opened() as run:
-            yield from run.iter_arrow()
+        with contextlib.ExitStack() as ends:
+            yield from self._begin(ends).iter_arrow()
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[Any]:
-        """The step for one iteration; blocks that are not full are kept at its end, however it ends."""
+    def _begin(self, ends: contextlib.ExitStack) -> Any:
+        """The step for one iteration, at whose end, however it ends, blocks are kept that are not full."""
         step = self.ex_iterable
         # A filter calls its function inside one of its own, which adds a column.
         inside = step.function if hasattr(step, "mask_function") else None
         function = step.function if inside is None else step.mask_function
-        shards = _shards_below(step.ex_iterable)
-        with loops_closed(function) as own, contextlib.closing(Pass(self._kept, own, shards)) as calls:
-            called: Any
-            if inspect.iscoroutinefunction(function):
-                called = functools.partial(_await, calls)
-            else:
-                called = calls.call_rows if self._rowwise else calls.call
-            if inside is not None:
-                called = functools.partial(inside.func, called, **inside.keywords)
-            run = copy.copy(step)
-            run.function = called
-            yield run
+        own = (
+            ends.enter_context(loops_closed(function)) if inspect.iscoroutinefunction(function) else function
+        )
+        calls = Pass(self._kept, own, _shards_below(step.ex_iterable))
+        ends.callback(calls.close)
+        called: Any
+        if inspect.iscoroutinefunction(function):
+            called = functools.partial(_await, calls)
+        else:
+            called = calls.call_rows if self._rowwise else calls.call
+        if inside is not None:
+            called = functools.partial(inside.func, called, **inside.keywords)
+        run = copy.copy(step)
+        run.function = called
+        return run
 
     # State: that of the step, since the step iterates
 

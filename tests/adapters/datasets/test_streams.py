@@ -5,8 +5,12 @@ run again for rows that it has seen.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -403,3 +407,50 @@ def test_a_slow_function_is_kept_after_some_seconds_of_its_work(
     for taken in range(1, 6):
         next(stream)
         assert len(list(store.entries(CALLS_FOLDER))) == taken
+
+
+# --- iterations that nobody ends ----------------------------------------------------------------------------
+
+
+def test_an_iteration_that_the_garbage_collector_ends_is_kept_by_the_next_one(store: Store) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+            self.stream = iter(cached_map(from_python(), adds, store=store))
+
+    list(itertools.islice(Cycle().stream, 3))
+    assert not list(store.entries(CALLS_FOLDER))
+    gc.collect()
+    assert not list(store.entries(CALLS_FOLDER)), "the store is not entered inside the collector"
+    ran()
+    rows_of(cached_map(from_python(), adds, store=store))
+    assert ran() == ROWS - 3
+
+
+_SCRIPT = """
+import datasets, sys
+from castore import Store
+from castore.adapters.datasets import cached_map
+
+def f(row):
+    print("ran", flush=True)
+    return {"n": row["number"]}
+
+store = Store(sys.argv[1])
+rows = cached_map(datasets.Dataset.from_dict({"number": list(range(9))}).to_iterable_dataset(), f, store=store)
+for number, row in enumerate(rows):
+    if number == int(sys.argv[2]):
+        raise SystemError("the training fails")
+"""
+
+
+def test_a_program_that_ends_with_an_error_leaves_its_rows(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    for at, runs in ((4, 5), (9, 4)):
+        ended = subprocess.run(
+            [sys.executable, script, tmp_path / "store", str(at)], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == (at == 4)
+        assert ("the training fails" in ended.stderr) == (at == 4)
+        assert ended.stdout.split() == ["ran"] * runs
