@@ -10,7 +10,6 @@ Must never take a result for a call's whole effect where the function has also c
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from castore.serialize.serializers import dump, load
 # Values that nobody can change.
 _FIXED = frozenset({str, int, float, bool, bytes, type(None)})
 _PLAIN = frozenset({dict, list, *_FIXED})
+_NAMES = frozenset({str})
 _DEEPEST = 16
 
 
@@ -49,6 +49,8 @@ def pack_arguments(arguments: Sequence[Any]) -> Packed:
     Raises:
         SerializationError: a value has no exact bytes; the message has the path to it.
     """
+    if all(map(_is_fixed, arguments)) and (simple := _pack_simple([arguments, ()])) is not None:
+        return Packed(simple, len(simple), is_fixed=True)
     values: list[Any] = []
     tables: list[Any] = []
     size = 0
@@ -61,7 +63,7 @@ def pack_arguments(arguments: Sequence[Any]) -> Packed:
         tables.append([place, type(value).__name__, table_digest(table), told])
         values.append(None)
         size += table.nbytes
-    data = _dump([values, tables])
+    data = _dump(values, tables)
     return Packed(data, size + len(data), all(map(_is_fixed, values)))
 
 
@@ -86,7 +88,7 @@ def dump_result(output: Any, *, is_argument: bool) -> bytes:
     elif (table := None if type(output) in _PLAIN else _as_table(output)) is not None:
         # `datasets` takes a table in the place of a frame, and a list in the place of a mask.
         output = table if _is_frame(output) else table.column(0).to_pylist()
-    return _dump([is_argument, output])
+    return _dump(is_argument, output)
 
 
 def load_result(record: bytes) -> tuple[bool, Any]:
@@ -138,34 +140,39 @@ class Before(NamedTuple):
 def _is_fixed(value: Any) -> bool:
     """Whether nothing inside an argument can be changed in place. Tables stand as None in their places."""
     if type(value) is dict:
-        return _FIXED.issuperset(map(type, value.values()))
+        return _FIXED.issuperset(map(type, value.values())) and _NAMES.issuperset(map(type, value))
     return type(value) in _FIXED
 
 
 def _is_simple(value: Any, depth: int = 0) -> bool:
     """Whether msgpack has a type of its own for all that a value holds."""
     kind = type(value)
-    if kind is dict:
-        items = value.values()
-        if not all(type(name) is str for name in value):
-            return False
-    elif kind is list:
-        items = value
-    else:
+    if kind is not dict and kind is not list:
         return kind in _FIXED
-    kinds = set(map(type, items))
-    return kinds <= _FIXED or (depth < _DEEPEST and all(_is_simple(item, depth + 1) for item in items))
+    if kind is dict and not _NAMES.issuperset(map(type, value)):
+        return False
+    items = value.values() if kind is dict else value
+    if _FIXED.issuperset(map(type, items)):
+        return True
+    return depth < _DEEPEST and all(_is_simple(item, depth + 1) for item in items)
 
 
-def _dump(pair: list[Any]) -> bytes:
-    # Most rows: to look for other types among the bytes, as `dump` does, takes ten times as long.
-    if _is_simple(pair):
-        with contextlib.suppress(OverflowError, ValueError):  # numbers of over 64 bits, parts of 4 GiB
-            return bytes(msgpack.packb(pair, unicode_errors="surrogatepass"))
+def _pack_simple(value: Any) -> bytes | None:
+    """The bytes of a simple value; None if a number or a part is too large."""
     try:
-        return dump(pair, "msgpack")[1]
+        return bytes(msgpack.packb(value, unicode_errors="surrogatepass"))
+    except (OverflowError, ValueError):
+        return None
+
+
+def _dump(*pair: Any) -> bytes:
+    # Most rows: to look for other types among the bytes, as `dump` does, takes ten times as long.
+    if _is_simple(pair[0]) and _is_simple(pair[1]) and (simple := _pack_simple(pair)) is not None:
+        return simple
+    try:
+        return dump(list(pair), "msgpack")[1]
     except SerializationError:
-        plain, arrays = take_apart(pair)
+        plain, arrays = take_apart(list(pair))
         if not arrays:
             raise
         return dump([*plain, arrays], "msgpack")[1]
