@@ -51,6 +51,8 @@ TARGET_BYTES, TARGET_CALLS = 1 << 21, 2000
 TARGET_SECONDS = 5.0
 # A block has no more than so many times the target.
 _MOST = 4
+# After so many calls in a row that cannot be told apart, a pass tries no more: finding out why takes time.
+_TRIES = 100
 _DIGEST = 16
 
 
@@ -202,6 +204,7 @@ class Pass:
         self._new: _NewBlock | None = None
         self._unkept: dict[_NewBlock, None] = {}  # in order
         self._has_room = True
+        self._untold = 0
         self._process = os.getpid()
         keep_left_over()
         _open.add(self)
@@ -304,9 +307,13 @@ class Pass:
 
     def _tell(self, arguments: Sequence[Any]) -> _Call | None:
         """What tells a call from others; None, with a warning, if nothing does."""
+        if self._untold >= _TRIES:
+            return None
         try:
             packed = pack_arguments(arguments)
+            self._untold = 0
         except SerializationError as error:
+            self._untold += 1
             self._warn_inexact(f"rows that it gets cannot be told apart: {error}")
             self._cut()
             return None
@@ -385,6 +392,7 @@ class Pass:
         for part in block.parts():
             # A store that is full stays so until the next pass: other results would give way to these.
             self._has_room = self._has_room and self._kept.keep(part)
+        block.slots.clear()  # they refer to the block: the results would stay until Python looks for cycles
 
     def _warn_inexact(self, why: str) -> None:
         self._kept.warn("exact", f"results of {self._kept.title!r} are not kept, and it runs again: {why}")

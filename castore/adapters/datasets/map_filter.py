@@ -64,8 +64,11 @@ def cached_map(
     The result can be used at once. A background thread compresses it into the store; `wait` and the end of
     the program wait for that thread.
 
+    Of an iterable dataset the result is an iterable one. Its function runs for rows whose results are not in
+    the store, and these are kept as they pass.
+
     Args:
-        dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`, split by split.
+        dataset: a `datasets.Dataset` or `datasets.IterableDataset`, or a dictionary of them, split by split.
         function: as for `map`; anything `operator_fingerprint` takes.
         store: the store; by default the default store.
         fingerprint: identifies the function in place of its code and state, for functions that cannot be
@@ -80,8 +83,11 @@ def cached_map(
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
-        InvalidValueError: the dataset is an iterable one, `map` has no such argument, or a function that is
-            said to be row-wise is not.
+        InvalidValueError: `map` has no such argument, or a function that is said to be row-wise is not; of an
+            iterable dataset, the latter is raised by the iteration.
+
+    Warns:
+        CacheWarning: (while a stream is iterated) results are not kept; the message says why.
     """
     return _run_cached("map", dataset, function, store, fingerprint, codec, rowwise, map_kwargs)
 

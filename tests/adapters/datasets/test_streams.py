@@ -9,12 +9,14 @@ import gc
 import itertools
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, call_blocks
@@ -106,6 +108,46 @@ def test_a_shard_is_found_when_shards_come_in_another_order(store: Store) -> Non
         orders.add(str(rows_of(dataset)))
         assert ran() == (ROWS if epoch == 0 else 0)
     assert len(orders) == 4
+
+
+def test_files_that_are_streamed(store: Store, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([stream_cases.row(number) for number in range(ROWS)])
+    for shard in range(3):
+        rows.shard(3, shard).to_parquet(tmp_path / f"{shard}.parquet")
+        (tmp_path / f"{shard}.txt").write_text("\n".join(rows.shard(3, shard)["text"]))
+
+    def longer(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("longer")
+        return {"longer": sample["text"] + "!"}
+
+    for kind in ("parquet", "text"):
+        files = sorted(map(str, tmp_path.glob("*.parquet" if kind == "parquet" else "*.txt")))
+        stream = datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+        expected = rows_of(stream.map(longer))
+        ran()
+        assert rows_of(cached_map(stream, longer, store=store)) == expected
+        assert 0 < ran() <= len(expected), "shards begin with the same text"
+        assert rows_of(cached_map(stream, longer, store=store)) == expected
+        assert ran() == 0
+
+
+def test_images_come_back_as_plain_datasets_gives_them(store: Store) -> None:
+    pictures = [Image.new(mode, (3, 2), 5) for mode in ("L", "RGB", "1")]
+    rows = {"image": pictures, "number": [0, 1, 2], "text": ["a", "b", "c"]}
+    features = datasets.Features(
+        {"image": datasets.Image(), "number": datasets.Value("int64"), "text": datasets.Value("string")}
+    )
+
+    def turned(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("turned")
+        return {"turned": sample["image"].rotate(90, expand=True), "size": sample["image"].size}
+
+    stream = datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset()
+    expected = rows_of(stream.map(turned))
+    ran()
+    for runs in (3, 0):
+        assert rows_of(cached_map(stream, turned, store=store)) == expected
+        assert ran() == runs
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
@@ -303,6 +345,24 @@ def test_two_passes_at_once_have_their_own_places(store: Store) -> None:
     ran()
     assert [told(row) for pair in zip(dataset, dataset, strict=True) for row in pair][::2] == expected
     assert ran() == 0
+
+
+def test_a_pass_holds_no_more_than_some_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 1 << 16
+    monkeypatch.setattr(call_blocks, "TARGET_BYTES", 4 * size)
+
+    def grows(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"bytes": bytes([sample["number"]]) * size}
+
+    stream = from_python(200, shards=1)
+    for _ in range(2):
+        tracemalloc.start()
+        try:
+            assert sum(len(row["bytes"]) for row in cached_map(stream, grows, store=store)) == 200 * size
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert most < 5 * 16 * size, "five blocks of the largest size"
 
 
 # --- what is not kept ---------------------------------------------------------------------------------------
