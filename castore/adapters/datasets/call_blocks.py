@@ -51,8 +51,6 @@ TARGET_BYTES, TARGET_CALLS = 1 << 21, 2000
 TARGET_SECONDS = 5.0
 # A block has no more than so many times the target.
 _MOST = 4
-# After so many calls in a row that cannot be told apart, a pass tries no more: finding out why takes time.
-_TRIES = 100
 _DIGEST = 16
 
 
@@ -204,7 +202,6 @@ class Pass:
         self._new: _NewBlock | None = None
         self._unkept: dict[_NewBlock, None] = {}  # in order
         self._has_room = True
-        self._untold = 0
         self._process = os.getpid()
         keep_left_over()
         _open.add(self)
@@ -219,7 +216,9 @@ class Pass:
         slot, before = self._begin(call), Before.of(arguments, call.packed)
         began = time.perf_counter()
         output = self._function(*arguments, **keywords)
-        self._end(slot, self._record(before, arguments, output), time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        [record] = self._records(before, arguments, output, [output])
+        self._end(slot, record, seconds)
         return output
 
     async def call_async(self, *arguments: Any, **keywords: Any) -> Any:
@@ -232,7 +231,9 @@ class Pass:
         slot, before = self._begin(call), Before.of(arguments, call.packed)
         began = time.perf_counter()
         output = await self._function(*arguments, **keywords)
-        self._end(slot, self._record(before, arguments, output), time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        [record] = self._records(before, arguments, output, [output])
+        self._end(slot, record, seconds)
         return output
 
     def call_rows(self, *arguments: Any, **keywords: Any) -> Any:
@@ -254,9 +255,9 @@ class Pass:
             output = self._function(*part, **keywords)
             seconds = (time.perf_counter() - began) / len(slots)
             made = split_result(output, len(slots), title)
-            for piece, (place, slot) in zip(made, slots.items(), strict=True):
-                pieces[place] = piece
-                self._end(slot, self._record(before, part, output, piece), seconds)
+            pieces.update(zip(slots, made, strict=True))
+            for slot, record in zip(slots.values(), self._records(before, part, output, made), strict=True):
+                self._end(slot, record, seconds)
             if len(slots) == len(found):
                 return output
             is_argument = is_argument or _is_argument(output, part)
@@ -307,13 +308,9 @@ class Pass:
 
     def _tell(self, arguments: Sequence[Any]) -> _Call | None:
         """What tells a call from others; None, with a warning, if nothing does."""
-        if self._untold >= _TRIES:
-            return None
         try:
             packed = pack_arguments(arguments)
-            self._untold = 0
         except SerializationError as error:
-            self._untold += 1
             self._warn_inexact(f"rows that it gets cannot be told apart: {error}")
             self._cut()
             return None
@@ -357,18 +354,25 @@ class Pass:
             self._new = None
         return slot
 
-    def _record(
-        self, before: Before, arguments: Sequence[Any], output: Any, piece: Any = None
-    ) -> bytes | None:
-        """The result of a call, or a piece of it, as bytes; None, with a warning, if it cannot be kept."""
+    def _records(
+        self, before: Before, arguments: Sequence[Any], output: Any, pieces: list[Any]
+    ) -> list[bytes | None]:
+        """The pieces of a call's result as bytes; None, with a warning, for those that cannot be kept."""
         try:
             if before.is_overwritten_in(output):
-                value = output if piece is None else piece
-                return dump_result(value, is_argument=_is_argument(output, arguments))
+                is_argument = _is_argument(output, arguments)
+                return [self._dumped(piece, is_argument) for piece in pieces]
             self._warn_inexact("it changes values of its input in place and does not return them")
         except SerializationError as error:
+            self._warn_inexact(f"it changes its input to what has no exact bytes: {error}")
+        return [None] * len(pieces)
+
+    def _dumped(self, piece: Any, is_argument: bool) -> bytes | None:
+        try:
+            return dump_result(piece, is_argument=is_argument)
+        except SerializationError as error:
             self._warn_inexact(f"its results do not come back exactly: {error}")
-        return None
+            return None
 
     def _end(self, slot: _Slot, record: bytes | None, seconds: float) -> None:
         """Take the result of a call, and keep the block if that was its last."""

@@ -25,7 +25,7 @@ from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.rowwise import TRIED_ROWS, check_alike
 from castore.adapters.datasets.steps import operator_name
-from castore.adapters.datasets.streams import with_kept_calls
+from castore.adapters.datasets.streams import keep_calls
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
 from castore.keys.encoder import key
@@ -135,13 +135,14 @@ def _run_cached(
         description.doubts.tell(store, name, RANDOM_ADVICE)
     options = dataset_entries.StorageOptions(*check_codec(codec, None), store.settings.ttl)
     if isinstance(dataset, datasets.IterableDataset):
-        plain = getattr(dataset, kind)(function, **given)
+        stream = getattr(dataset, kind)(function, **given)
         if function is None:
-            return plain
+            return stream
         keywords = operator_fingerprint(arguments["fn_kwargs"] or {}, f"{kind}(..., fn_kwargs=...)")
         digits = key({"version": _STREAM_VERSION, "operator": description.fingerprint, "keywords": keywords})
         kept = KeptCalls(store, name, digits, options)
-        return with_kept_calls(plain, kept, rowwise=rowwise and arguments["batched"])
+        keep_calls(stream, kept, rowwise=rowwise and arguments["batched"])
+        return stream
     source = dataset_fingerprint(dataset, store)
     parameters = {
         argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)")

@@ -79,9 +79,11 @@ def _is_dict(value: Any) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether a value is a list, or an array or tensor whose rows come by number."""
-    return isinstance(value, list) or bool(getattr(value, "shape", ()) and not hasattr(value, "columns"))
+    """Whether a value is a list or a tuple, or an array or tensor whose rows come by number."""
+    if isinstance(value, list | tuple):
+        return True
+    return bool(getattr(value, "shape", ()) and not hasattr(value, "columns"))
 
 
 def _picked(column: Any, places: list[int]) -> Any:
-    return [column[place] for place in places] if isinstance(column, list) else column[places]
+    return [column[place] for place in places] if isinstance(column, list | tuple) else column[places]

@@ -27,22 +27,15 @@ from castore.adapters.datasets.call_blocks import KeptCalls, Pass
 from castore.adapters.datasets.event_loops import loops_closed
 
 
-def with_kept_calls(plain: datasets.IterableDataset, kept: KeptCalls, *, rowwise: bool) -> Any:
-    """An iterable dataset that `map` or `filter` gave, with a function that does not run again.
+def keep_calls(stream: datasets.IterableDataset, kept: KeptCalls, *, rowwise: bool) -> None:
+    """Have the function of a stream not run again for what it has seen.
 
     Args:
-        plain: the dataset, just made.
+        stream: what `map` or `filter` gave, just now; changed in place.
         kept: the function's kept calls.
         rowwise: the function takes batches, and treats each row alone.
     """
-    return datasets.IterableDataset(
-        ex_iterable=_KeptExamples(plain._ex_iterable, kept, rowwise=rowwise),
-        info=plain._info.copy(),
-        split=plain._split,
-        formatting=plain._formatting,
-        distributed=copy.deepcopy(plain._distributed),
-        token_per_repo_id=plain._token_per_repo_id,
-    )
+    stream._ex_iterable = _KeptExamples(stream._ex_iterable, kept, rowwise=rowwise)
 
 
 class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
@@ -50,7 +43,7 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
 
     Args:
         ex_iterable: the map or filter. `datasets` looks for the iterable behind another by this name.
-        kept, rowwise: as for `with_kept_calls`.
+        kept, rowwise: as for `keep_calls`.
     """
 
     def __init__(self, ex_iterable: MappedExamplesIterable, kept: KeptCalls, *, rowwise: bool) -> None:
