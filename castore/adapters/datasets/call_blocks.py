@@ -64,6 +64,11 @@ class Block(NamedTuple):
         """The digest of one call; b"" behind the last."""
         return self.digests[place * _DIGEST : (place + 1) * _DIGEST]
 
+    def begins_as(self, other: Block) -> bool:
+        """Whether it has all that another block has."""
+        is_same = self.records[: len(other.records)] == other.records
+        return is_same and self.digests.startswith(other.digests)
+
 
 class KeptCalls:
     """The kept calls of one function.
@@ -106,7 +111,7 @@ class KeptCalls:
         name = self._name(block.digest(0))
         # Another pass began at the same row at the same time, and came further.
         there = self.find(block.digest(0)) if self._store.entry(name) is not None else None
-        if there is not None and len(there.records) >= len(block.records):
+        if there is not None and there.begins_as(block):
             return True
         try:
             self._store.put(
@@ -409,7 +414,7 @@ def _is_argument(output: Any, arguments: Sequence[Any]) -> bool:
 
 def _give(is_argument: bool, output: Any, arguments: Sequence[Any]) -> Any:
     """A kept result as the function gave it: `datasets` drops columns also in an input that is returned."""
-    if not is_argument:
+    if not is_argument or not arguments or type(arguments[0]) is not dict:
         return output
     arguments[0].clear()
     arguments[0].update(output)

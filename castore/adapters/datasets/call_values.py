@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from castore.adapters.datasets.object_arrays import put_together, take_apart
 from castore.adapters.datasets.table_digest import table_digest
-from castore.errors import SerializationError
+from castore.errors import CorruptError, SerializationError
 from castore.serialize.serializers import dump, load
 
 # Values that nobody can change.
@@ -97,7 +97,14 @@ def load_result(record: bytes) -> tuple[bool, Any]:
     Raises:
         CorruptError, SerializationError: the bytes are no result that can be loaded here.
     """
-    is_argument, output = _load(record)
+    try:
+        is_argument, output = _load(record)
+    except (TypeError, ValueError, LookupError) as error:
+        if isinstance(error, SerializationError):
+            raise
+        raise CorruptError(f"a kept result of a stream is damaged: {error}") from error
+    if not isinstance(is_argument, bool) or (is_argument and type(output) is not dict):
+        raise CorruptError("a kept result of a stream is damaged")
     return is_argument, output
 
 

@@ -22,6 +22,8 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, call_blocks
 from castore.adapters.datasets.call_blocks import CALLS_FOLDER
 from castore.errors import InvalidValueError, UnhashableError
+from castore.serialize.serializers import dump
+from castore.serialize.serializers import load as loads
 from tests.adapters.datasets import stream_cases
 from tests.adapters.datasets.noting import calls, log
 from tests.adapters.datasets.stream_cases import (
@@ -447,6 +449,31 @@ def test_a_damaged_block_runs_again(store: Store) -> None:
     assert ran() == ROWS
     assert rows_of(dataset) == expected
     assert ran() == 0
+
+
+def test_records_that_are_no_results_run_again(store: Store) -> None:
+    dataset = cached_map(from_python(), adds, store=store)
+    expected = rows_of(dataset)
+    wrong = [
+        b"", b"\xc1", b"\x01", b"\x93\xc2\x01\x02", b"\x92\xc3\x01", b"\x92\x01\x01",
+        dumps([False, {}, [[[], [2]]]]), dumps([False, [1], [[[1], [5, 5]]]]), dumps({"a": 1}),
+    ]  # fmt: skip
+    calls_of = {}
+    for entry in list(store.entries(CALLS_FOLDER)):
+        digests, records = loads(store.get(entry.name) or b"", "msgpack")
+        broken = [wrong[place % len(wrong)] for place in range(len(records))]
+        calls_of[entry.name] = len(records)
+        store.put(entry.name, dumps([digests, broken]))
+    ran()
+    assert rows_of(dataset) == expected
+    assert ran() == sum(calls_of.values()) == ROWS
+    assert rows_of(dataset) == expected
+    assert ran() == 0
+
+
+def dumps(value: Any) -> bytes:
+    """A value as blocks have it."""
+    return dump(value, "msgpack")[1]
 
 
 def test_blocks_that_gc_took_run_again(store: Store) -> None:
