@@ -14,12 +14,12 @@ Must never give the result of a call whose arguments differ, nor keep one that w
 from __future__ import annotations
 
 import atexit
-import gc
 import itertools
 import math
 import os
-import threading
+import sys
 import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -298,10 +298,10 @@ class Pass:
                 )
 
     def close(self) -> None:
-        """Keep what is there. Later, where Python's garbage collector has ended the iteration."""
+        """Keep what is there. Later, where the iteration has been ended inside a call of the store."""
         if self._process != os.getpid():
             return  # a fork of an iteration
-        if _collecting == threading.get_ident():
+        if _is_in_store():
             _left_over.append(self)
             return
         _open.discard(self)
@@ -428,23 +428,31 @@ def _plain(value: Any) -> Any:
 
 # --- passes that nobody ends --------------------------------------------------------------------------------
 
-# An exception holds the iterations that it came through, and may be held itself until the program ends. The
-# garbage collector may end an iteration at any moment, also inside a call of the store. That call must not be
-# interrupted by another.
+# An exception holds the iterations that it came through, and may be held itself until the program ends.
+# Python's garbage collector may end an iteration at any moment, also inside a call of the store. That call
+# must not be interrupted by another.
 _open: weakref.WeakSet[Pass] = weakref.WeakSet()
 _left_over: list[Pass] = []
-_collecting: int | None = None
 
 
 def keep_left_over() -> None:
-    """Keep the blocks of passes that the garbage collector has ended."""
-    while _left_over:
-        _left_over.pop().close()
+    """Keep the blocks of passes that ended inside a call of the store."""
+    if _left_over:
+        passes = list(_left_over)
+        _left_over.clear()
+        for one in passes:
+            one.close()
 
 
-def _note_collection(phase: str, _: object) -> None:
-    global _collecting
-    _collecting = threading.get_ident() if phase == "start" else None
+def _is_in_store() -> bool:
+    """Whether this thread is inside a call of the store, or of what lies below it."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("castore.") and not module.startswith("castore.adapters."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_all() -> None:
@@ -453,5 +461,4 @@ def _end_all() -> None:
         one.close()
 
 
-gc.callbacks.append(_note_collection)
 atexit.register(_end_all)
