@@ -4,6 +4,7 @@ process. Apart from the tests: spawned workers import this.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ class Notes:
         self.file = file
         #: At so many rows in all, wait for the end of the process.
         self.stop: int | None = None
-        #: At so many rows in all, be killed, once.
+        #: From so many rows in all on, one process is killed.
         self.kill: int | None = None
 
     def __castore_key__(self) -> str:
@@ -32,10 +33,17 @@ class Notes:
         with self.file.open("ab") as file:
             file.write(b".")
         rows = self.rows()
-        if self.kill is not None and rows == self.kill:
+        if self.kill is not None and rows >= self.kill and self._is_first():
             os.kill(os.getpid(), signal.SIGKILL)
         while self.stop is not None and rows >= self.stop:
             time.sleep(0.01)
+
+    def _is_first(self) -> bool:
+        """Whether no other process has asked. Two of them may skip a number of rows between them."""
+        with contextlib.suppress(FileExistsError):
+            self.file.with_suffix(".killed").touch(exist_ok=False)
+            return True
+        return False
 
     def rows(self) -> int:
         """How many rows have run."""
