@@ -9,7 +9,6 @@ Arguments that cannot change it are ignored: `num_proc` (unless ranks are used, 
 from __future__ import annotations
 
 import inspect
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,23 @@ import datasets
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.call_blocks import KeptCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
+from castore.adapters.datasets.rowwise import TRIED_ROWS, check_alike
 from castore.adapters.datasets.steps import operator_name
+from castore.adapters.datasets.streams import keep_calls
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
+from castore.keys.encoder import key
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
+# Counts in the keys of calls of streams.
+_STREAM_VERSION = 1
 # Arguments that decide where and how the work is done, not its result.
 _IGNORED_ARGUMENTS = {
     "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
@@ -42,10 +47,6 @@ _REPLACED_ARGUMENTS = {
     "suffix_template",
     "new_fingerprint",
 }
-
-
-# Rows that are tried one by one, and characters of their values in an error.
-_TRIED_ROWS, _SHOWN = 4, 80
 
 
 def cached_map(
@@ -63,8 +64,11 @@ def cached_map(
     The result can be used at once. A background thread compresses it into the store; `wait` and the end of
     the program wait for that thread.
 
+    Of an iterable dataset the result is an iterable one. Its function runs for rows whose results are not in
+    the store, and these are kept as they pass.
+
     Args:
-        dataset: a `datasets.Dataset`, or a `datasets.DatasetDict`, split by split.
+        dataset: a `datasets.Dataset` or `datasets.IterableDataset`, or a dictionary of them, split by split.
         function: as for `map`; anything `operator_fingerprint` takes.
         store: the store; by default the default store.
         fingerprint: identifies the function in place of its code and state, for functions that cannot be
@@ -79,8 +83,11 @@ def cached_map(
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
-        InvalidValueError: the dataset is an iterable one, `map` has no such argument, or a function that is
-            said to be row-wise is not.
+        InvalidValueError: `map` has no such argument, or a function that is said to be row-wise is not; of an
+            iterable dataset, the latter is raised by the iteration.
+
+    Warns:
+        CacheWarning: (while a stream is iterated) results are not kept; the message says why.
     """
     return _run_cached("map", dataset, function, store, fingerprint, codec, rowwise, map_kwargs)
 
@@ -111,22 +118,31 @@ def _run_cached(
 ) -> Any:
     pending_puts.warn(stacklevel=4)
     store = step_runner.store_or_default(store)
-    if isinstance(dataset, datasets.DatasetDict):
+    if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         parts = {
             split: _run_cached(kind, part, function, store, fingerprint, codec, rowwise, given)
             for split, part in dataset.items()
         }
-        return datasets.DatasetDict(parts)
-    if not isinstance(dataset, datasets.Dataset):
+        return type(dataset)(parts)
+    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         raise InvalidValueError(
-            f"cached_{kind} takes a datasets.Dataset, not {type(dataset).__name__}; store a stream with"
-            " DatasetCache.put(name, stream), and pass DatasetCache.dataset(name)"
+            f"cached_{kind} takes a datasets.Dataset or IterableDataset, not {type(dataset).__name__}"
         )
-    arguments = _all_arguments(kind, given)
+    arguments = _all_arguments(type(dataset), kind, given)
     name = "identity" if function is None else operator_name(function)
     description = describe(function, name, fingerprint)
     if description.doubts is not None:
         description.doubts.tell(store, name, RANDOM_ADVICE)
+    options = dataset_entries.StorageOptions(*check_codec(codec, None), store.settings.ttl)
+    if isinstance(dataset, datasets.IterableDataset):
+        stream = getattr(dataset, kind)(function, **given)
+        if function is None:
+            return stream
+        keywords = operator_fingerprint(arguments["fn_kwargs"] or {}, f"{kind}(..., fn_kwargs=...)")
+        digits = key({"version": _STREAM_VERSION, "operator": description.fingerprint, "keywords": keywords})
+        kept = KeptCalls(store, name, digits, options)
+        keep_calls(stream, kept, rowwise=rowwise and arguments["batched"])
+        return stream
     source = dataset_fingerprint(dataset, store)
     parameters = {
         argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)")
@@ -153,7 +169,7 @@ def _run_cached(
         step_runner.step_name(name, digits),
         make,
         {**record, "parts": description.parts},
-        dataset_entries.StorageOptions(*check_codec(codec, None), store.settings.ttl),
+        options,
         rows_in=len(dataset),
         fresh=given.get("load_from_cache_file") is False,
         blocks=blocks,
@@ -236,7 +252,7 @@ def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str,
     Raises:
         InvalidValueError: the results differ.
     """
-    rows = call.rows.select(range(min(_TRIED_ROWS, len(call.rows))))
+    rows = call.rows.select(range(min(TRIED_ROWS, len(call.rows))))
     passed = {
         name: value for name, value in arguments.items() if name not in ("batch_size", "drop_last_batch")
     }
@@ -247,30 +263,15 @@ def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str,
         ).with_format(None)[:]
         for size in (len(rows), 1)
     )  # fmt: skip
+    last = call.first + len(rows) - 1
     for column in {**together, **alone}:
-        if not _alike(together.get(column), alone.get(column)):
-            last = call.first + len(rows) - 1
-            raise InvalidValueError(
-                f"{operator_name(function)} is said to be row-wise, and is not: column {column!r} of rows "
-                f"{call.first} to {last} is {_short(together.get(column))} if they are one batch, and "
-                f"{_short(alone.get(column))} if each is its own; leave out rowwise=True"
-            )
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether values are equal; floats nearly so, since batches of other sizes may add in another order."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5) or (one != one and other != other)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
-    return bool(one == other)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+        check_alike(
+            operator_name(function),
+            column,
+            f"rows {call.first} to {last}",
+            together.get(column),
+            alone.get(column),
+        )
 
 
 class _Numbered:
@@ -289,13 +290,13 @@ class _Numbered:
         return self._function(*passed, **keywords)
 
 
-def _all_arguments(kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of `map` or `filter`, defaults included."""
-    signature = inspect.signature(getattr(datasets.Dataset, kind))
+def _all_arguments(cls: type, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a dataset class's `map` or `filter`, defaults included."""
+    signature = inspect.signature(getattr(cls, kind))
     unknown = [name for name in given if name not in signature.parameters]
     if unknown:
         raise InvalidValueError(
-            f"Dataset.{kind} has no argument {unknown[0]!r}; it has {', '.join(signature.parameters)}"
+            f"{cls.__name__}.{kind} has no argument {unknown[0]!r}; it has {', '.join(signature.parameters)}"
         )
     if given.get("new_fingerprint") is not None:
         raise InvalidValueError(

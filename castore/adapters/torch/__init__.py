@@ -8,6 +8,7 @@ try:
     from castore.adapters.torch.batch_collate import collate
     from castore.adapters.torch.bilevel import BiLevelCachedDataset
     from castore.adapters.torch.cached import CachedDataset
+    from castore.adapters.torch.cached_iterable import CachedIterableDataset
     from castore.adapters.torch.dataset_identity import ADVICE as ADVICE
     from castore.adapters.torch.dataset_identity import dataset_key
     from castore.adapters.torch.dataset_identity import key_and_doubts as key_and_doubts
@@ -21,6 +22,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "BiLevelCachedDataset",
     "CachedDataset",
+    "CachedIterableDataset",
     "LazyShardDataset",
     "SharedCache",
     "collate",

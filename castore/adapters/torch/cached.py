@@ -16,13 +16,10 @@ from typing import Any
 
 from castore import Store
 from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
+from castore.adapters.torch.hit_counts import HitCounts
 from castore.adapters.torch.prefill import CachingWrapper
 from castore.adapters.torch.samples import MISSING, pack, record_name, tell_no_sample, unpack
 from castore.errors import CorruptError, SerializationError
-from castore.shm.segments import Segment
-from castore.shm.tallies import Tallies
-
-_HITS, _MISSES, _COUNTS = range(3)
 
 
 class CachedDataset(CachingWrapper):
@@ -58,19 +55,7 @@ class CachedDataset(CachingWrapper):
         self.store = store if isinstance(store, Store) else Store(store, memory=0)
         if doubts is not None:
             doubts.tell(self.store, "dataset", RANDOM_ADVICE)
-        self._count(None)
-
-    def _count(self, name: str | None) -> None:
-        self._segment = Segment(name, Tallies.needed(_COUNTS), {"kind": "counts of a CachedDataset"})
-        self._tallies = Tallies(self._segment, 0, _COUNTS)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_segment": self._segment.name, "_tallies": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        # Attach by name: a copy that outlives the process it was made in starts its counters at 0.
-        self._count(state["_segment"])
+        self._counts = HitCounts("CachedDataset")
 
     def name_of(self, index: int) -> str:
         """The name of a sample's entry in the store."""
@@ -82,9 +67,10 @@ class CachedDataset(CachingWrapper):
         self._changes.glance()
         name = self.name_of(index)
         sample = self._found(index, self.store.get(name))
-        self._tallies.add(_MISSES if sample is MISSING else _HITS)
         if sample is not MISSING:
+            self._counts.hit()
             return sample
+        self._counts.miss()
         record = pack(self._sample(index))
         self.store.put(name, record)
         # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
@@ -97,8 +83,8 @@ class CachedDataset(CachingWrapper):
         records = self.store.get_many(map(self.name_of, indices))
         found = list(map(self._found, indices, records))
         missing = [index for index, sample in zip(indices, found, strict=True) if sample is MISSING]
-        self._tallies.add(_HITS, len(indices) - len(missing))
-        self._tallies.add(_MISSES, len(missing))
+        self._counts.hit(len(indices) - len(missing))
+        self._counts.miss(len(missing))
         read = self._read(missing)
         return [
             unpack(read[index]) if sample is MISSING else sample
@@ -137,15 +123,15 @@ class CachedDataset(CachingWrapper):
     @property
     def hits(self) -> int:
         """Samples that came from the store, in all processes that have a copy of this dataset."""
-        return self._tallies.total(_HITS)
+        return self._counts.hits
 
     @property
     def misses(self) -> int:
         """Samples that came from the dataset, in all processes that have a copy of this dataset."""
-        return self._tallies.total(_MISSES)
+        return self._counts.misses
 
     def close(self) -> None:
         """Release the counters, and close the store if it was opened here."""
-        self._segment.close()
+        self._counts.close()
         if self._owns_store:
             self.store.close()

@@ -74,9 +74,10 @@ def length_of(data: Any) -> int:
             return len(data)
         if getattr(data, "shape", ()):
             return int(data.shape[0])
-    raise InvalidValueError(
-        f"{type(data)} is no map-style dataset; pass one that has __len__ and takes indices from 0 up"
-    )
+    advice = "pass one that has __len__ and takes indices from 0 up"
+    if isinstance(data, IterableDataset):
+        advice = "CachedIterableDataset keeps what a function makes of the items of an iterable one"
+    raise InvalidValueError(f"{type(data)} is no map-style dataset; {advice}")
 
 
 class DatasetWrapper(Dataset[Any]):

@@ -459,5 +459,5 @@ def test_bad_arguments_say_what_to_do(store: Store, texts: datasets.Dataset) -> 
         cached_map(texts, size, store="cache")  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="fingerprint="):
         cached_map(texts, size, store=store, new_fingerprint="x")
-    with pytest.raises(InvalidValueError, match="DatasetCache"):
-        cached_map(texts.to_iterable_dataset(), size, store=store)
+    with pytest.raises(InvalidValueError, match="or IterableDataset, not list"):
+        cached_map([texts], size, store=store)

@@ -1,0 +1,464 @@
+"""Blocks of calls: the results of a function over a stream, kept as the rows pass and found the next time.
+
+A stream has no first row that all passes share, and nobody knows its next row before it is read. So a block
+is a run of calls of the function, one after the other, and counts by the first call alone: its entry
+`CALLS_FOLDER`/<key> holds the digest of each call's arguments, and what the call returned. A pass looks a
+block up when its first row arrives, and then compares row by row. A row that is not the next one ends the
+block there, and is looked up as the first row of another. So no row waits for the rows behind it, and a block
+may end anywhere: after a row whose digest says so, which is the same row in every pass; where a shard ends;
+where the pass was broken off; and where the function has worked for some seconds, which a kill would lose.
+
+Must never give the result of a call whose arguments differ, nor keep one that would not come back exactly.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+import sys
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from castore.adapters.datasets.call_values import (
+    Before,
+    Packed,
+    dump_result,
+    load_result,
+    pack_arguments,
+    unpack_arguments,
+)
+from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.reports import CacheWarning
+from castore.adapters.datasets.rowwise import TRIED_ROWS, check_alike
+from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
+from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
+from castore.serialize.serializers import dump, load
+from castore.store import Store
+
+#: The folder of blocks of calls, each named by its key.
+CALLS_FOLDER = ".datasets/streams"
+#: Bytes of arguments, and calls, of a block on average.
+TARGET_BYTES, TARGET_CALLS = 1 << 21, 2000
+#: A block ends when its calls have taken so many seconds.
+TARGET_SECONDS = 5.0
+# A block has no more than so many times the target.
+_MOST = 4
+_DIGEST = 16
+
+
+class Block(NamedTuple):
+    """A kept block: the digests of its calls, one behind the other, and their results."""
+
+    digests: bytes
+    records: list[bytes]
+
+    def digest(self, place: int) -> bytes:
+        """The digest of one call; b"" behind the last."""
+        return self.digests[place * _DIGEST : (place + 1) * _DIGEST]
+
+    def begins_as(self, other: Block) -> bool:
+        """Whether it has all that another block has."""
+        is_same = self.records[: len(other.records)] == other.records
+        return is_same and self.digests.startswith(other.digests)
+
+
+class KeptCalls:
+    """The kept calls of one function.
+
+    Args:
+        store: the store.
+        title: the function's name, for warnings.
+        key: hexadecimal digits of all that a result depends on beside the arguments of its call.
+        options: how blocks are stored.
+    """
+
+    def __init__(self, store: Store, title: str, key: str, options: StorageOptions) -> None:
+        self.title = title
+        #: Whether a function that is said to be row-wise has been tried in this process.
+        self.is_tried = False
+        self._store = store
+        self._key = bytes.fromhex(key)
+        self._options = options
+        self._warned: set[str] = set()
+
+    def __deepcopy__(self, memo: object) -> KeptCalls:
+        return self  # `datasets` copies what it interleaves; the blocks are the same
+
+    def find(self, digest: bytes) -> Block | None:
+        """The block whose first call has that digest, if it is kept and intact."""
+        data = self._store.get(self._name(digest))
+        if data is None:
+            return None
+        try:
+            digests, records = load(data, "msgpack")
+        except (CorruptError, TypeError, ValueError):
+            return None
+        is_whole = isinstance(digests, bytes) and isinstance(records, list)
+        if not is_whole or not records or len(digests) != _DIGEST * len(records):
+            return None
+        return Block(digests, records)
+
+    def keep(self, block: Block) -> bool:
+        """Keep a block; False, with a warning, if the store has no room."""
+        name = self._name(block.digest(0))
+        # Another pass began at the same row at the same time, and came further.
+        there = self.find(block.digest(0)) if self._store.entry(name) is not None else None
+        if there is not None and there.begins_as(block):
+            return True
+        try:
+            self._store.put(
+                name,
+                dump([block.digests, block.records], "msgpack")[1],
+                codec=self._options.codec,
+                level=self._options.level,
+                ttl=math.inf if self._options.ttl is None else self._options.ttl,
+                metadata={"calls": len(block.records)},
+            )
+        except (FullError, TooLargeError) as error:
+            self.warn("room", f"results of {self.title!r} are not kept, and it runs again next time: {error}")
+            return False
+        return True
+
+    def warn(self, about: str, text: str) -> None:
+        """Warn once in a process."""
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(text, CacheWarning, stacklevel=2)
+
+    def _name(self, digest: bytes) -> str:
+        return f"{CALLS_FOLDER}/{blake3(self._key + digest).hexdigest()[:40]}"
+
+
+class _Call(NamedTuple):
+    """A call's arguments as bytes, their digest, and whether a block ends behind the call."""
+
+    packed: Packed
+    digest: bytes
+    ends: bool
+
+
+class _Slot:
+    """The place of a call in a block that is being made; its result, once that is there."""
+
+    __slots__ = ("block", "digest", "record")
+
+    def __init__(self, block: _NewBlock, digest: bytes) -> None:
+        self.block = block
+        self.digest = digest
+        self.record: bytes | None = None
+
+
+class _NewBlock:
+    """A block that is being made.
+
+    Attributes:
+        slots: its calls.
+        awaited: how many of these have not returned.
+        size, seconds: bytes of the results, and the time that the function took.
+    """
+
+    def __init__(self) -> None:
+        self.slots: list[_Slot] = []
+        self.awaited = 0
+        self.size, self.seconds = 0, 0.0
+
+    def is_full(self) -> bool:
+        """Whether it is large, or has taken long, enough."""
+        return (
+            self.size >= _MOST * TARGET_BYTES
+            or len(self.slots) >= _MOST * TARGET_CALLS
+            or self.seconds >= TARGET_SECONDS
+        )
+
+    def parts(self) -> Iterator[Block]:
+        """Its runs of calls that have results, each of them a block."""
+        for has_result, run in itertools.groupby(self.slots, lambda slot: slot.record is not None):
+            if has_result:
+                slots = list(run)
+                records = [slot.record for slot in slots if slot.record is not None]
+                yield Block(b"".join(slot.digest for slot in slots), records)
+
+
+class Pass:
+    """One pass over a stream. To be used in one thread at a time, and closed at the end.
+
+    Args:
+        kept: the kept calls.
+        function: the function.
+        shard: returns what tells the present shard of the stream from the others: blocks end with it, so
+            that they are found when shards come in another order.
+    """
+
+    def __init__(self, kept: KeptCalls, function: Callable[..., Any], shard: Callable[[], Any]) -> None:
+        self._kept = kept
+        self._function = function
+        self._shard = shard
+        self._at: Any = None
+        self._found: Block | None = None
+        self._next = 0
+        self._new: _NewBlock | None = None
+        self._unkept: dict[_NewBlock, None] = {}  # in order
+        self._has_room = True
+        self._process = os.getpid()
+        keep_left_over()
+        _open.add(self)
+
+    def call(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the function returns for these arguments, by a call or from a block."""
+        call = self._tell(arguments)
+        if call is None:
+            return self._function(*arguments, **keywords)
+        if (found := self._find(call)) is not None:
+            return _give(*found, arguments)
+        slot, before = self._begin(call), Before.of(arguments, call.packed)
+        began = time.perf_counter()
+        output = self._function(*arguments, **keywords)
+        seconds = time.perf_counter() - began
+        [record] = self._records(before, arguments, output, [output])
+        self._end(slot, record, seconds)
+        return output
+
+    async def call_async(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `call`, for a coroutine function, of which many calls wait at the same time."""
+        call = self._tell(arguments)
+        if call is None:
+            return await self._function(*arguments, **keywords)
+        if (found := self._find(call)) is not None:
+            return _give(*found, arguments)
+        slot, before = self._begin(call), Before.of(arguments, call.packed)
+        began = time.perf_counter()
+        output = await self._function(*arguments, **keywords)
+        seconds = time.perf_counter() - began
+        [record] = self._records(before, arguments, output, [output])
+        self._end(slot, record, seconds)
+        return output
+
+    def call_rows(self, *arguments: Any, **keywords: Any) -> Any:
+        """As `call`, for a batch of a function that treats each row alone: each row counts as a call."""
+        rows = rows_of(arguments)
+        calls = [self._tell(row) for row in rows or ()]
+        known = [call for call in calls if call is not None]
+        if not known or len(known) < len(calls):
+            return self.call(*arguments, **keywords)
+        title = self._kept.title
+        found = [self._find(call) or self._begin(call) for call in known]
+        slots = {place: item for place, item in enumerate(found) if isinstance(item, _Slot)}
+        pieces = {place: item[1] for place, item in enumerate(found) if not isinstance(item, _Slot)}
+        is_argument = any(item[0] for item in found if not isinstance(item, _Slot))
+        if slots:
+            part = arguments if not pieces else pick_rows(arguments, list(slots))
+            self._try_rowwise(part, keywords)
+            before, began = Before.of(part, pack_arguments(part)), time.perf_counter()
+            output = self._function(*part, **keywords)
+            seconds = (time.perf_counter() - began) / len(slots)
+            made = split_result(output, len(slots), title)
+            pieces.update(zip(slots, made, strict=True))
+            for slot, record in zip(slots.values(), self._records(before, part, output, made), strict=True):
+                self._end(slot, record, seconds)
+            if len(slots) == len(found):
+                return output
+            is_argument = is_argument or _is_argument(output, part)
+        joined = join_results([pieces[place] for place in range(len(found))], title)
+        return _give(is_argument, joined, arguments)
+
+    def _try_rowwise(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
+        """Run some rows together and one by one, once in a process.
+
+        Raises:
+            InvalidValueError: the results differ.
+        """
+        rows = rows_of(arguments) or []
+        if self._kept.is_tried or len(rows) < 2:
+            return
+        self._kept.is_tried = True
+        title, count = self._kept.title, min(TRIED_ROWS, len(rows))
+        first = pack_arguments(pick_rows(arguments, list(range(count))))  # the function may change its input
+        together = self._function(*unpack_arguments(first), **keywords)
+        alone = [
+            self._function(*pick_rows(unpack_arguments(first), [place]), **keywords) for place in range(count)
+        ]
+        one = split_result(together, count, title)
+        other = [split_result(output, 1, title)[0] for output in alone]
+        for place in range(count):
+            values = [item if isinstance(item, dict) else {"": item} for item in (one[place], other[place])]
+            for column in {**values[0], **values[1]}:
+                check_alike(
+                    title,
+                    column,
+                    f"row {place} of a batch",
+                    *(_plain(item.get(column)) for item in values),
+                )
+
+    def close(self) -> None:
+        """Keep what is there. Later, where the iteration has been ended inside a call of the store."""
+        if self._process != os.getpid():
+            return  # a fork of an iteration
+        if _is_in_store():
+            _left_over.append(self)
+            return
+        _open.discard(self)
+        self._cut()
+        for block in list(self._unkept):
+            self._keep(block)
+
+    # Finding
+
+    def _tell(self, arguments: Sequence[Any]) -> _Call | None:
+        """What tells a call from others; None, with a warning, if nothing does."""
+        try:
+            packed = pack_arguments(arguments)
+        except SerializationError as error:
+            self._warn_inexact(f"rows that it gets cannot be told apart: {error}")
+            self._cut()
+            return None
+        digest = blake3(packed.data).digest(_DIGEST)
+        chance = max(packed.size, TARGET_BYTES // TARGET_CALLS) << 32
+        return _Call(packed, digest, int.from_bytes(digest[:4], "little") * TARGET_BYTES < chance)
+
+    def _find(self, call: _Call) -> tuple[bool, Any] | None:
+        """The result of a call, if it is the next one of the present block, or begins a kept one."""
+        if (shard := self._shard()) != self._at:
+            self._at = shard
+            self._cut()
+        if self._found is not None:
+            place, self._next = self._next, self._next + 1
+            if self._found.digest(place) == call.digest:
+                return self._load(self._found.records[place])
+            self._found = None
+        if self._new is not None:
+            return None
+        self._found, self._next = self._kept.find(call.digest), 1
+        return None if self._found is None else self._load(self._found.records[0])
+
+    def _load(self, record: bytes) -> tuple[bool, Any] | None:
+        try:
+            return load_result(record)
+        except (CorruptError, SerializationError):  # of a class that is not there any more, say
+            self._found = None
+            return None
+
+    # Keeping
+
+    def _begin(self, call: _Call) -> _Slot:
+        """A place for the result of a call that is not kept."""
+        if self._new is None:
+            self._new = _NewBlock()
+            self._unkept[self._new] = None
+        slot = _Slot(self._new, call.digest)
+        self._new.slots.append(slot)
+        self._new.awaited += 1
+        if call.ends:
+            self._new = None
+        return slot
+
+    def _records(
+        self, before: Before, arguments: Sequence[Any], output: Any, pieces: list[Any]
+    ) -> list[bytes | None]:
+        """The pieces of a call's result as bytes; None, with a warning, for those that cannot be kept."""
+        try:
+            if before.is_overwritten_in(output):
+                is_argument = _is_argument(output, arguments)
+                return [self._dumped(piece, is_argument) for piece in pieces]
+            self._warn_inexact("it changes values of its input in place and does not return them")
+        except SerializationError as error:
+            self._warn_inexact(f"it changes its input to what has no exact bytes: {error}")
+        return [None] * len(pieces)
+
+    def _dumped(self, piece: Any, is_argument: bool) -> bytes | None:
+        try:
+            return dump_result(piece, is_argument=is_argument)
+        except SerializationError as error:
+            self._warn_inexact(f"its results do not come back exactly: {error}")
+            return None
+
+    def _end(self, slot: _Slot, record: bytes | None, seconds: float) -> None:
+        """Take the result of a call, and keep the block if that was its last."""
+        slot.record, block = record, slot.block
+        block.awaited -= 1
+        block.size += _DIGEST + len(record or b"")
+        block.seconds += seconds
+        if self._new is block and (record is None or block.is_full()):
+            self._new = None
+        if self._new is not block and not block.awaited:
+            self._keep(block)
+
+    def _cut(self) -> None:
+        """End the present block."""
+        block, self._new = self._new, None
+        if block is not None and not block.awaited:
+            self._keep(block)
+
+    def _keep(self, block: _NewBlock) -> None:
+        self._unkept.pop(block, None)
+        for part in block.parts():
+            # A store that is full stays so until the next pass: other results would give way to these.
+            self._has_room = self._has_room and self._kept.keep(part)
+        block.slots.clear()  # they refer to the block: the results would stay until Python looks for cycles
+
+    def _warn_inexact(self, why: str) -> None:
+        self._kept.warn("exact", f"results of {self._kept.title!r} are not kept, and it runs again: {why}")
+
+
+def _is_argument(output: Any, arguments: Sequence[Any]) -> bool:
+    """Whether a function returned the dict that it was given."""
+    return bool(arguments) and type(output) is dict and output is arguments[0]
+
+
+def _give(is_argument: bool, output: Any, arguments: Sequence[Any]) -> Any:
+    """A kept result as the function gave it: `datasets` drops columns also in an input that is returned."""
+    if not is_argument or not arguments or type(arguments[0]) is not dict:
+        return output
+    arguments[0].clear()
+    arguments[0].update(output)
+    return arguments[0]
+
+
+def _plain(value: Any) -> Any:
+    """An array or a tensor as lists, to be compared."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+# --- passes that nobody ends --------------------------------------------------------------------------------
+
+# An exception holds the iterations that it came through, and may be held itself until the program ends.
+# Python's garbage collector may end an iteration at any moment, also inside a call of the store. That call
+# must not be interrupted by another.
+_open: weakref.WeakSet[Pass] = weakref.WeakSet()
+_left_over: list[Pass] = []
+
+
+def keep_left_over() -> None:
+    """Keep the blocks of passes that ended inside a call of the store."""
+    if _left_over:
+        passes = list(_left_over)
+        _left_over.clear()
+        for one in passes:
+            one.close()
+
+
+def _is_in_store() -> bool:
+    """Whether this thread is inside a call of the store, or of what lies below it."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("castore.") and not module.startswith("castore.adapters."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_all() -> None:
+    keep_left_over()
+    for one in list(_open):
+        one.close()
+
+
+atexit.register(_end_all)

@@ -1,0 +1,47 @@
+"""Functions that are said to treat each row of a batch alone: what shows that one does not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from castore.errors import InvalidValueError
+
+#: Rows that are tried one by one.
+TRIED_ROWS = 4
+# Characters of values in an error.
+_SHOWN = 80
+
+
+def check_alike(title: str, column: str, rows: str, together: Any, alone: Any) -> None:
+    """Compare the values of a column for rows that were one batch, and a batch each.
+
+    Args:
+        title: the function's name.
+        column, rows: the column and the rows, for the message.
+        together, alone: the values.
+
+    Raises:
+        InvalidValueError: they differ.
+    """
+    if not _alike(together, alone):
+        raise InvalidValueError(
+            f"{title} is said to be row-wise, and is not: column {column!r} of {rows} is {_short(together)} "
+            f"if they are one batch, and {_short(alone)} if each is its own; leave out rowwise=True"
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether values are equal; floats nearly so, since batches of other sizes may add in another order."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-5) or (one != one and other != other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -1,0 +1,185 @@
+"""CachedIterableDataset: keeps what a slow function makes of each item of an iterable dataset.
+
+An item of an iterable dataset cannot be asked for before it is made, so only work behind the iteration can be
+saved. The wrapped dataset yields items that are cheap: paths, addresses, rows, numbers. The function makes
+samples of them, and each sample is an entry of a store, named by the function and the item. So the order of
+the items does not matter: another epoch, another shuffle, other workers and an epoch that was broken off find
+what is there.
+
+Assumes that the function returns the same sample for the same item every time. Must never read ahead of the
+samples that are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from blake3 import blake3
+from torch.utils.data import IterableDataset
+
+from castore import Store
+from castore.adapters.torch.changes import Changes
+from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
+from castore.adapters.torch.hit_counts import HitCounts
+from castore.adapters.torch.samples import pack, tell_no_sample, unpack
+from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
+
+_DIGITS = 40
+_STATE = ("state_dict", "load_state_dict")
+
+
+class CachedIterableDataset(IterableDataset[Any]):
+    """An iterable dataset behind a function whose results are kept in a store.
+
+    Args:
+        dataset: an iterable dataset, or any other iterable that can be iterated anew. Its items are what
+            `CachedDataset` takes as samples. Workers and ranks share the items as it says itself.
+        transform: makes a sample of an item; slow, and the same every time.
+        store: a `castore.Store`, or the folder of one. A store that is opened here has no RAM tier, since
+            every worker would fill its own.
+        key: what identifies the function: a name, or a config for `castore.key`. By default its fingerprint:
+            its code, its parameters.
+        item_key: a function of an item that returns what tells it from all others. By default the whole item
+            counts, and of files that it names by paths the size and the time of change.
+
+    Raises:
+        UnhashableError: ``transform`` has no fingerprint; the message says which part of it. Pass ``key``.
+        StoreError: the folder cannot be used.
+
+    >>> import tempfile
+    >>> def square(number):
+    ...     return {"square": number ** 2}
+    >>> cached = CachedIterableDataset([3, 1, 2], square, tempfile.mkdtemp())
+    >>> [sample["square"] for sample in cached], cached.hits, cached.misses
+    ([9, 1, 4], 0, 3)
+    >>> [sample["square"] for sample in cached], cached.hits, cached.misses
+    ([9, 1, 4], 3, 3)
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        transform: Callable[[Any], Any],
+        store: Store | str | os.PathLike[str],
+        key: object = None,
+        *,
+        item_key: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._data = dataset
+        self._transform = transform
+        self._item_key = item_key
+        #: The folder of the samples in the store.
+        self.key, doubts = key_and_doubts(transform, key)
+        self._changes = Changes(transform, key is None)
+        self._owns_store = not isinstance(store, Store)
+        self.store = store if isinstance(store, Store) else Store(store, memory=0)
+        if doubts is not None:
+            doubts.tell(self.store, "transform", RANDOM_ADVICE)
+        self._counts = HitCounts("CachedIterableDataset")
+        self._warned = False
+        for name in _STATE:  # not by `__getattr__`: loaders look at an object's own attributes
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._sample, self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type] # an error that says so, if it has no length
+
+    def name_of(self, item: Any) -> str:
+        """The name of the entry of an item's sample in the store.
+
+        Raises:
+            SerializationError: the item, or what ``item_key`` returned, has no exact bytes.
+        """
+        told = item if self._item_key is None else self._item_key(item)
+        try:
+            hasher = blake3(pack(told))
+        except SerializationError as error:
+            raise SerializationError(
+                f"an item of the dataset cannot be told from others: {error}; or pass item_key=..."
+            ) from None
+        if self._item_key is None:
+            hasher.update(b"".join(map(_told_of_file, _texts(item))))
+        digits = hasher.hexdigest()[:_DIGITS]
+        return f"{self.key}/{digits[:3]}/{digits}.safetensors"
+
+    def _sample(self, item: Any) -> Any:
+        self._changes.glance()
+        name = self.name_of(item)
+        record = self.store.get(name)
+        if record is not None:
+            try:
+                sample = unpack(record)
+            except (CorruptError, SerializationError) as error:
+                tell_no_sample(name, error)
+            else:
+                self._counts.hit()
+                return sample
+        self._counts.miss()
+        with self._changes.reading():
+            made = pack(self._transform(item))
+        try:
+            self.store.put(name, made)
+        except (FullError, TooLargeError) as error:
+            self._warn(error)
+        # Unpack the record even of a sample just made: the first epoch gets exactly what later epochs get.
+        return unpack(made)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"no more samples are kept for now: {error}", RuntimeWarning, stacklevel=4)
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this only for attributes that the wrapper lacks. Unpickling calls it before there is
+        # any state.
+        if name.startswith("_") or name in _STATE or "_data" not in self.__dict__:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
+        return getattr(self._data, name)
+
+    # Counters
+
+    @property
+    def hits(self) -> int:
+        """Samples that came from the store, in all processes that have a copy of this dataset."""
+        return self._counts.hits
+
+    @property
+    def misses(self) -> int:
+        """Samples that the function made, in all processes that have a copy of this dataset."""
+        return self._counts.misses
+
+    def close(self) -> None:
+        """Release the counters, and close the store if it was opened here."""
+        self._counts.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> CachedIterableDataset:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _texts(item: Any) -> Iterator[str]:
+    """Texts that may name a file: the item itself, or the values in it."""
+    values = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
+    for value in values:
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and "/" in value):
+            yield os.fspath(value)
+
+
+def _told_of_file(path: str) -> bytes:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # a text that is no possible path
+        return b"-"
+    return b"%d %d " % (found.st_size, found.st_mtime_ns)

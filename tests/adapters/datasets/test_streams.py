@@ -1,0 +1,564 @@
+"""Maps and filters of streams with kept calls: rows are those of plain `datasets`, and the function does not
+run again for rows that it has seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from castore import Store
+from castore.adapters.datasets import CacheWarning, DatasetCache, cached_filter, cached_map, call_blocks
+from castore.adapters.datasets.call_blocks import CALLS_FOLDER
+from castore.errors import InvalidValueError, UnhashableError
+from castore.serialize.serializers import dump
+from castore.serialize.serializers import load as loads
+from tests.adapters.datasets import stream_cases
+from tests.adapters.datasets.noting import calls, log
+from tests.adapters.datasets.stream_cases import (
+    FORMATTED,
+    PIPELINES,
+    ROWS,
+    STEPS,
+    adds,
+    cached,
+    from_arrow,
+    from_odd,
+    from_python,
+    keeps,
+    one_step,
+    plain,
+    ran,
+    told,
+)  # fmt: skip
+
+SOURCES = {"python": from_python, "arrow": from_arrow}
+BUILDS = {**{name: one_step(name) for name in [*STEPS, *FORMATTED]}, **PIPELINES}
+TABLES = {"arrow batches", "arrow filter", "pandas", "pandas filter"}
+#: Rows come in another order in each epoch, so their blocks are those of the same epoch of another run.
+MIXED = {"shuffle before"}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_blocks, "TARGET_CALLS", 8)
+    monkeypatch.setattr(call_blocks, "TARGET_BYTES", 8 * 200)
+    calls.clear()
+
+
+@pytest.fixture(autouse=True)
+def _close_loops_of_plain_datasets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    loops: list[asyncio.AbstractEventLoop] = []
+    make = asyncio.new_event_loop
+
+    def noted() -> asyncio.AbstractEventLoop:
+        loops.append(make())
+        return loops[-1]
+
+    monkeypatch.setattr(asyncio, "new_event_loop", noted)
+    yield
+    for loop in loops:
+        loop.close()
+
+
+def rows_of(dataset: Any) -> list[Any]:
+    """All rows of one epoch, with their types."""
+    return [told(row) for row in dataset]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", BUILDS)
+def test_rows_are_those_of_plain_datasets_and_run_once(store: Store, name: str, source: str) -> None:
+    if name in TABLES and source == "python":
+        pytest.skip("plain datasets cannot join rows of such types to a table")
+    expected = rows_of(BUILDS[name](SOURCES[source](), plain))
+    assert expected
+    ran()
+    dataset = BUILDS[name](SOURCES[source](), cached(store))
+    assert rows_of(dataset) == expected
+    assert ran() > 0
+    assert rows_of(dataset) == expected, "the same object again"
+    assert rows_of(BUILDS[name](SOURCES[source](), cached(store))) == expected
+    assert ran() == 0, "nothing runs again"
+
+
+@pytest.mark.parametrize("name", [*STEPS, *PIPELINES])
+def test_epochs_are_those_of_plain_datasets(store: Store, name: str) -> None:
+    one, other = BUILDS[name](from_arrow(), plain), BUILDS[name](from_arrow(), cached(store))
+    for epoch in (1, 2, 1):
+        one.set_epoch(epoch)
+        other.set_epoch(epoch)
+        assert rows_of(other) == rows_of(one)
+
+
+def test_a_shard_is_found_when_shards_come_in_another_order(store: Store) -> None:
+    dataset = cached_map(from_arrow(shards=6), adds, store=store).shuffle(seed=1, buffer_size=5)
+    orders = set()
+    for epoch in range(4):
+        dataset.set_epoch(epoch)
+        orders.add(str(rows_of(dataset)))
+        assert ran() == (ROWS if epoch == 0 else 0)
+    assert len(orders) == 4
+
+
+def test_files_that_are_streamed(store: Store, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([stream_cases.row(number) for number in range(ROWS)])
+    for shard in range(3):
+        rows.shard(3, shard).to_parquet(tmp_path / f"{shard}.parquet")
+        (tmp_path / f"{shard}.txt").write_text("\n".join(rows.shard(3, shard)["text"]))
+
+    def longer(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("longer")
+        return {"longer": sample["text"] + "!"}
+
+    for kind in ("parquet", "text"):
+        files = sorted(map(str, tmp_path.glob("*.parquet" if kind == "parquet" else "*.txt")))
+        stream = datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+        expected = rows_of(stream.map(longer))
+        ran()
+        assert rows_of(cached_map(stream, longer, store=store)) == expected
+        assert 0 < ran() <= len(expected), "shards begin with the same text"
+        assert rows_of(cached_map(stream, longer, store=store)) == expected
+        assert ran() == 0
+
+
+def test_images_come_back_as_plain_datasets_gives_them(store: Store) -> None:
+    pictures = [Image.new(mode, (3, 2), 5) for mode in ("L", "RGB", "1")]
+    rows = {"image": pictures, "number": [0, 1, 2], "text": ["a", "b", "c"]}
+    features = datasets.Features(
+        {"image": datasets.Image(), "number": datasets.Value("int64"), "text": datasets.Value("string")}
+    )
+
+    def turned(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("turned")
+        return {"turned": sample["image"].rotate(90, expand=True), "size": sample["image"].size}
+
+    stream = datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset()
+    expected = rows_of(stream.map(turned))
+    ran()
+    for runs in (3, 0):
+        assert rows_of(cached_map(stream, turned, store=store)) == expected
+        assert ran() == runs
+
+
+# --- keys ---------------------------------------------------------------------------------------------------
+
+
+def test_another_function_or_argument_runs_and_other_columns_do_not_matter(store: Store) -> None:
+    rows_of(cached_map(from_python(), adds, store=store))
+    ran()
+    rows_of(cached_map(from_python(), adds, store=store, fn_kwargs={"by": 2}))
+    assert ran() == ROWS
+    rows_of(cached_map(from_python(), adds, store=store, remove_columns=["text"]))
+    assert ran() == 0, "the function sees and returns the same"
+    rows_of(cached_map(from_python(), stream_cases.of_columns, store=store, input_columns=["text", "number"]))
+    assert ran() == ROWS
+    less = from_python().remove_columns(["score", "words"])
+    rows_of(cached_map(less, stream_cases.of_columns, store=store, input_columns=["text", "number"]))
+    assert ran() == 0, "a function that gets columns sees no others"
+
+
+def test_a_fingerprint_stands_for_the_function(store: Store) -> None:
+    handle = open(__file__)  # noqa: SIM115 - a value without a hash
+
+    def opened(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("opened %s", handle.closed)
+        return {"n": 1}
+
+    with handle:
+        with pytest.raises(UnhashableError, match="handle"):
+            cached_map(from_python(), opened, store=store)
+        for expected in (ROWS, 0):
+            rows_of(cached_map(from_python(), opened, store=store, fingerprint="1"))
+            assert ran() == expected
+
+
+def test_values_of_another_type_are_other_rows(store: Store) -> None:
+    def typed(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("typed")
+        return {"type": type(sample["value"]).__name__}
+
+    values = [1, 1.0, True, "1", b"1", None, [1], (1,), {"a": 1}, complex(1)]
+    for value in values:
+        stream = datasets.IterableDataset.from_generator(_one_row, gen_kwargs={"value": [value]})
+        [row] = cached_map(stream, typed, store=store)
+        assert row["type"] == type(value).__name__
+    assert ran() == len(values)
+
+
+def _one_row(value: list[Any]) -> Iterator[dict[str, Any]]:
+    yield {"value": value[0]}
+
+
+def test_no_function_and_wrong_arguments(store: Store) -> None:
+    assert rows_of(cached_map(from_python(), store=store)) == rows_of(from_python())
+    with pytest.raises(InvalidValueError, match=r"IterableDataset\.map has no argument 'num_proc'"):
+        cached_map(from_python(), adds, store=store, num_proc=2)
+    with pytest.raises(InvalidValueError, match=r"takes a datasets\.Dataset or IterableDataset, not list"):
+        cached_filter([1], keeps, store=store)
+
+
+def test_a_dict_of_streams_is_mapped_split_by_split(store: Store) -> None:
+    both = datasets.IterableDatasetDict({"train": from_python(), "test": from_arrow(20)})
+    mapped = cached_map(both, adds, store=store)
+    assert type(mapped) is datasets.IterableDatasetDict
+    assert {split: rows_of(part) for split, part in mapped.items()} == {
+        split: rows_of(part.map(adds)) for split, part in both.items()
+    }
+
+
+# --- edits --------------------------------------------------------------------------------------------------
+
+
+def test_an_inserted_row_costs_at_most_the_rows_of_its_block(store: Store) -> None:
+    numbers = list(range(400))
+
+    def run(numbers: list[int]) -> int:
+        stream = datasets.IterableDataset.from_generator(
+            stream_cases.made_rows, gen_kwargs={"shards": [numbers]}
+        )
+        expected = rows_of(stream.map(adds))
+        ran()
+        assert rows_of(cached_map(stream, adds, store=store)) == expected
+        return ran()
+
+    assert run(numbers) == 400
+    most = 4 * call_blocks.TARGET_CALLS
+    assert 1 <= run([*numbers[:100], 1000, *numbers[100:]]) <= most
+    assert run([*numbers[:200], *numbers[201:]]) < most
+    assert run([*numbers, 2000]) == 1
+    assert run(numbers[50:]) < most
+
+
+def test_a_rowwise_batch_pays_for_its_new_rows_and_other_batch_sizes_for_none(store: Store) -> None:
+    def run(count: int, size: int) -> int:
+        stream = from_python(count, shards=1)
+        given: dict[str, Any] = {"batched": True, "batch_size": size}
+        expected = rows_of(stream.map(stream_cases.each_alone, **given))
+        ran()
+        mapped = cached_map(stream, stream_cases.each_alone, store=store, rowwise=True, **given)
+        assert rows_of(mapped) == expected
+        return ran()
+
+    assert run(60, 7) == 60 + 2 * 4, "four rows are tried together, and one by one"
+    assert run(60, 13) == 0
+    assert run(61, 13) == 1
+
+
+def test_a_function_that_is_not_rowwise_is_an_error_with_the_values(store: Store) -> None:
+    def sums(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"sum": [sum(samples["number"])] * len(samples["number"])}
+
+    with pytest.raises(InvalidValueError, match=r"sums is said to be row-wise.*'sum'.* is 6 .* and 0"):
+        list(cached_map(from_python(), sums, store=store, batched=True, rowwise=True))
+    given = {"batched": True, "rowwise": True, "remove_columns": from_arrow().column_names}
+    with pytest.raises(InvalidValueError, match="groups is said to be row-wise"):
+        list(cached_map(from_arrow(), stream_cases.groups, store=store, **given))
+
+
+# --- ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*STEPS, *PIPELINES])
+@pytest.mark.parametrize("at", [0, 17, 40])
+def test_a_stream_goes_on_from_its_state_and_from_that_of_a_plain_one(
+    store: Store, name: str, at: int
+) -> None:
+    def begun(step: stream_cases.Step) -> tuple[Any, list[Any]]:
+        dataset = BUILDS[name](from_arrow(), step)
+        taken = [told(row) for row in itertools.islice(dataset, at)]
+        return dataset.state_dict(), taken
+
+    def rest(step: stream_cases.Step, state: Any) -> list[Any]:
+        dataset = BUILDS[name](from_arrow(), step)
+        dataset.load_state_dict(state)
+        return rows_of(dataset)
+
+    of_plain, of_cached = begun(plain), begun(cached(store))
+    assert of_cached == of_plain, "the state too"
+    expected = rest(plain, of_plain[0])
+    for _ in range(2):
+        assert rest(cached(store), of_cached[0]) == expected
+    assert rest(plain, of_cached[0]) == expected
+
+
+def test_a_pass_that_is_broken_off_leaves_its_rows(store: Store) -> None:
+    for count in (1, 5, 20, 60):
+        before = count
+        for row in cached_map(from_python(), adds, store=store):
+            if not (before := before - 1):
+                assert row["sum"] == count
+                break
+    assert ran() == 60, "no row ran twice"
+    rows_of(cached_map(from_python(), adds, store=store))
+    assert ran() == ROWS - 60
+
+
+def test_an_error_of_the_function_comes_after_the_rows_before_it_which_are_kept(store: Store) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("fails")
+        if sample["number"] == 21:
+            raise OSError("gone")
+        return {"n": sample["number"]}
+
+    for expected in (22, 1):
+        stream = iter(cached_map(from_python(shards=1), fails, store=store))
+        assert [next(stream)["n"] for _ in range(21)] == list(range(21))
+        with pytest.raises(OSError, match=r"^gone$"):
+            next(stream)
+        assert ran() == expected
+
+
+def test_no_row_waits_for_the_row_behind_it(store: Store) -> None:
+    asked: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in range(30):
+            asked.append(number)
+            yield {"number": number, "text": ""}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    for _ in range(2):
+        asked.clear()
+        for taken, _row in enumerate(cached_map(stream, adds, store=store), start=1):
+            assert len(asked) == taken
+    assert ran() == 30
+
+
+def test_two_passes_at_once_have_their_own_places(store: Store) -> None:
+    dataset = cached_map(from_python(), adds, store=store)
+    expected = rows_of(from_python().map(adds))
+    ran()
+    first, second = iter(dataset), iter(dataset)
+    both = [told(row) for pair in zip(first, second, strict=True) for row in pair]
+    assert both[::2] == both[1::2] == expected
+    rows_of(dataset)
+    ran()
+    assert [told(row) for pair in zip(dataset, dataset, strict=True) for row in pair][::2] == expected
+    assert ran() == 0
+
+
+def test_a_pass_holds_no_more_than_some_blocks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 1 << 16
+    monkeypatch.setattr(call_blocks, "TARGET_BYTES", 4 * size)
+
+    def grows(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"bytes": bytes([sample["number"]]) * size}
+
+    stream = from_python(200, shards=1)
+    for _ in range(2):
+        tracemalloc.start()
+        try:
+            assert sum(len(row["bytes"]) for row in cached_map(stream, grows, store=store)) == 200 * size
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert most < 5 * 16 * size, "five blocks of the largest size"
+
+
+# --- what is not kept ---------------------------------------------------------------------------------------
+
+
+def test_values_that_would_not_come_back_are_a_warning_and_run_again(store: Store) -> None:
+    class Own:
+        def __init__(self, number: int) -> None:
+            self.number = lambda: number
+
+    def makes(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("makes")
+        return {"own": Own(1) if sample["number"] in (3, 5) else None}
+
+    for expected in (ROWS, 2):
+        with pytest.warns(CacheWarning, match=r"'makes' are not kept.*\['own'\]") as warned:
+            rows = list(cached_map(from_python(), makes, store=store))
+        assert [row["number"] for row in rows if row["own"]] == [3, 5]
+        assert len(warned) == 1
+        assert ran() == expected
+
+
+def test_rows_that_cannot_be_told_apart_are_a_warning_and_run_again(store: Store) -> None:
+    def odd() -> Iterator[dict[str, Any]]:
+        for number in range(10):
+            yield {"number": number, "text": "a", "what": iter([1]) if number == 4 else None}
+
+    stream = datasets.IterableDataset.from_generator(odd)
+    for expected in (10, 1):
+        with pytest.warns(CacheWarning, match="cannot be told apart"):
+            assert [row["sum"] for row in cached_map(stream, adds, store=store)] == list(range(1, 11))
+        assert ran() == expected
+
+
+def test_a_function_that_changes_its_input_and_does_not_return_it_runs_again(store: Store) -> None:
+    def changes(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("changes")
+        sample["nested"]["a"] += 1
+        return {"n": 1}
+
+    def changes_and_keeps(sample: dict[str, Any]) -> bool:
+        log.info("changes")
+        sample["words"].append("more")
+        return True
+
+    for kind, function in (("map", changes), ("filter", changes_and_keeps)):
+        expected = rows_of(plain(from_python(), kind, function))
+        ran()
+        for _ in range(2):
+            with pytest.warns(CacheWarning, match="changes values of its input in place"):
+                assert rows_of(cached(store)(from_python(), kind, function)) == expected
+            assert ran() == ROWS
+
+
+def test_rows_that_came_from_a_block_can_be_changed(store: Store) -> None:
+    dataset = cached_map(from_python(), stream_cases.returns_it, store=store)
+    expected = rows_of(dataset)
+    for row in dataset:
+        row["words"].append("changed")
+        row["nested"]["a"] = "changed"
+    assert rows_of(dataset) == expected
+
+
+def test_a_store_without_room_gives_the_rows_and_one_warning(tmp_path: Any) -> None:
+    expected = rows_of(from_odd().map(stream_cases.adds_noise))
+    with Store(tmp_path / "full", max_size=1000) as full:
+        with pytest.warns(CacheWarning, match="'adds_noise' are not kept") as warned:
+            assert rows_of(cached_map(from_odd(), stream_cases.adds_noise, store=full)) == expected
+        assert len(warned) == 1
+
+
+def test_a_damaged_block_runs_again(store: Store) -> None:
+    dataset = cached_map(from_python(), adds, store=store)
+    expected = rows_of(dataset)
+    blocks = list(store.entries(CALLS_FOLDER))
+    assert len(blocks) > 5
+    for place, entry in enumerate(blocks):
+        wrong = [b"", b"\xc1", b"not a block at all", b"\x92\xc4\x00\x90"][place % 4]
+        store.put(entry.name, wrong)
+    ran()
+    assert rows_of(dataset) == expected
+    assert ran() == ROWS
+    assert rows_of(dataset) == expected
+    assert ran() == 0
+
+
+def test_records_that_are_no_results_run_again(store: Store) -> None:
+    dataset = cached_map(from_python(), adds, store=store)
+    expected = rows_of(dataset)
+    wrong = [
+        b"", b"\xc1", b"\x01", b"\x93\xc2\x01\x02", b"\x92\xc3\x01", b"\x92\x01\x01",
+        dumps([False, {}, [[[], [2]]]]), dumps([False, [1], [[[1], [5, 5]]]]), dumps({"a": 1}),
+    ]  # fmt: skip
+    calls_of = {}
+    for entry in list(store.entries(CALLS_FOLDER)):
+        digests, records = loads(store.get(entry.name) or b"", "msgpack")
+        broken = [wrong[place % len(wrong)] for place in range(len(records))]
+        calls_of[entry.name] = len(records)
+        store.put(entry.name, dumps([digests, broken]))
+    ran()
+    assert rows_of(dataset) == expected
+    assert ran() == sum(calls_of.values()) == ROWS
+    assert rows_of(dataset) == expected
+    assert ran() == 0
+
+
+def dumps(value: Any) -> bytes:
+    """A value as blocks have it."""
+    return dump(value, "msgpack")[1]
+
+
+def test_blocks_that_gc_took_run_again(store: Store) -> None:
+    dataset = cached_map(from_python(), adds, store=store)
+    expected = rows_of(dataset)
+    ran()
+    gone = list(store.entries(CALLS_FOLDER))[::2]
+    store.delete_many([entry.name for entry in gone])
+    assert rows_of(dataset) == expected
+    assert ran() == sum(entry.metadata["calls"] for entry in gone)
+
+
+def test_a_slow_function_is_kept_after_some_seconds_of_its_work(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_blocks, "TARGET_SECONDS", 0.0)
+    stream = iter(cached_map(from_python(), adds, store=store))
+    for taken in range(1, 6):
+        next(stream)
+        assert len(list(store.entries(CALLS_FOLDER))) == taken
+
+
+# --- iterations that nobody ends ----------------------------------------------------------------------------
+
+
+def test_an_iteration_that_the_garbage_collector_ends_leaves_its_rows(store: Store) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+            self.stream = iter(cached_map(from_python(), adds, store=store))
+
+    list(itertools.islice(Cycle().stream, 3))
+    assert not list(store.entries(CALLS_FOLDER))
+    gc.collect()
+    ran()
+    rows_of(cached_map(from_python(), adds, store=store))
+    assert ran() == ROWS - 3
+
+
+def test_an_iteration_that_ends_inside_a_call_of_the_store_is_kept_by_the_next_one(store: Store) -> None:
+    stream: Any = iter(cached_map(from_python(), adds, store=store))
+    list(itertools.islice(stream, 3))
+
+    def entries() -> Iterator[tuple[str, bytes]]:
+        stream.close()  # as Python's garbage collector may do anywhere
+        yield "a", b"a"
+
+    store.put_many(entries())
+    assert not list(store.entries(CALLS_FOLDER)), "one call of the store does not interrupt another"
+    ran()
+    rows_of(cached_map(from_python(), adds, store=store))
+    assert ran() == ROWS - 3
+
+
+def test_a_stream_can_be_put_into_the_store_that_keeps_its_calls(store: Store) -> None:
+    dataset = cached_map(from_python(), adds, store=store)
+    DatasetCache(store).put("rows", dataset)
+    assert DatasetCache(store).dataset("rows")["sum"][:] == [row["sum"] for row in dataset]
+    assert ran() == ROWS
+
+
+_SCRIPT = """
+import datasets, sys
+from castore import Store
+from castore.adapters.datasets import cached_map
+
+def f(row):
+    print("ran", flush=True)
+    return {"n": row["number"]}
+
+store = Store(sys.argv[1])
+rows = cached_map(datasets.Dataset.from_dict({"number": list(range(9))}).to_iterable_dataset(), f, store=store)
+for number, row in enumerate(rows):
+    if number == int(sys.argv[2]):
+        raise SystemError("the training fails")
+"""
+
+
+def test_a_program_that_ends_with_an_error_leaves_its_rows(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    for at, runs in ((4, 5), (9, 4)):
+        ended = subprocess.run(
+            [sys.executable, script, tmp_path / "store", str(at)], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == (at == 4)
+        assert ("the training fails" in ended.stderr) == (at == 4)
+        assert ended.stdout.split() == ["ran"] * runs

@@ -1,0 +1,200 @@
+"""CachedIterableDataset: what a function makes of an item is made once, in whatever order, worker or run the
+item comes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from castore import InvalidValueError, SerializationError, Store, UnhashableError
+from castore.adapters.torch import CachedDataset, CachedIterableDataset
+from tests.adapters.torch.items import Items, Makes, Plain
+from tests.helpers import flip, payload
+
+COUNT = 60
+
+
+@pytest.fixture
+def makes(tmp_path: Path) -> Makes:
+    """The slow function."""
+    return Makes(tmp_path / "log")
+
+
+def numbers(samples: Any) -> list[int]:
+    """The first element of each sample."""
+    return [int(sample["x"][0]) for sample in samples]
+
+
+def batches(loader: Any) -> list[list[int]]:
+    """The first element of each sample, by batch."""
+    return [batch["x"][:, 0].tolist() for batch in loader]
+
+
+def test_samples_are_those_of_the_function_and_made_once_in_any_order(store: Store, makes: Makes) -> None:
+    cached = CachedIterableDataset(Items(COUNT), makes, store)
+    for epoch in range(3):
+        cached.set_epoch(epoch)
+        plain = Items(COUNT)
+        plain.set_epoch(epoch)
+        assert [(sample["x"].tolist(), sample["text"]) for sample in cached] == [
+            ([item["number"]] * 3, item["text"]) for item in plain
+        ]
+    assert makes.made == list(range(COUNT))
+    assert (cached.hits, cached.misses) == (2 * COUNT, COUNT)
+    again = CachedIterableDataset(Items(COUNT + 5), Makes(Path(makes.log)), store)
+    assert sorted(numbers(again)) == list(range(COUNT + 5))
+    assert makes.made == list(range(COUNT + 5)), "new items alone"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_share_the_samples(store: Store, makes: Makes, workers: int) -> None:
+    def expected(epoch: int) -> list[list[int]]:
+        items = Items(COUNT)
+        items.set_epoch(epoch)
+        loader: Any = DataLoader(items, batch_size=7, num_workers=workers)
+        return [batch["number"].tolist() for batch in loader]
+
+    cached = CachedIterableDataset(Items(COUNT), makes, store)
+    for epoch in range(2):
+        cached.set_epoch(epoch)
+        assert batches(DataLoader(cached, batch_size=7, num_workers=workers)) == expected(epoch)
+    assert makes.made == list(range(COUNT))
+    assert (cached.hits, cached.misses) == (COUNT, COUNT), "counted in all processes"
+
+
+def test_a_spawned_worker_finds_the_samples(store: Store, makes: Makes) -> None:
+    cached = CachedIterableDataset(Items(COUNT), makes, store)
+    expected = numbers(cached)
+    assert len(pickle.dumps(cached)) < 2000
+    loader: Any = DataLoader(cached, batch_size=COUNT, num_workers=1, multiprocessing_context="spawn")
+    assert batches(loader) == [expected]
+    assert makes.made == list(range(COUNT))
+
+
+def test_an_epoch_that_was_broken_off_leaves_its_samples(store: Store, makes: Makes) -> None:
+    cached = CachedIterableDataset(Items(COUNT), makes, store)
+    for number, _sample in enumerate(cached):
+        if number == 9:
+            break
+    assert len(makes.made) == 10, "nothing is read ahead"
+    cached.set_epoch(1)
+    assert sorted(numbers(cached)) == makes.made == list(range(COUNT))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_that_of_the_dataset_behind(store: Store, makes: Makes, workers: int) -> None:
+    def loader() -> Any:
+        cached = CachedIterableDataset(Items(COUNT), makes, store)
+        return StatefulDataLoader(cached, batch_size=4, num_workers=workers)
+
+    begun = loader()
+    going = iter(begun)
+    taken = [next(going)["x"][:, 0].tolist() for _ in range(5)]
+    state = begun.state_dict()
+    del going, begun
+    going_on = loader()
+    going_on.load_state_dict(state)
+    rest = batches(going_on)
+    assert taken + rest == batches(loader())
+    assert makes.made == list(range(COUNT))
+
+
+def test_other_attributes_are_those_of_the_dataset_behind(store: Store, makes: Makes) -> None:
+    cached = CachedIterableDataset(Items(COUNT), makes, store)
+    assert cached.name == "items"
+    assert cached.state_dict() == {"done": 0}
+    without: Any = CachedIterableDataset(Plain(), str, store)
+    assert list(without) == ["0", "1", "2", "3", "4"]
+    for name in ("state_dict", "set_epoch"):
+        assert not hasattr(without, name)
+    with pytest.raises(TypeError):
+        len(without)
+    assert len(CachedIterableDataset([1, 2], str, store)) == 2
+
+
+def test_an_item_that_names_a_file_counts_by_the_file_too(store: Store, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("one")
+
+    def read(item: Any) -> str:
+        return Path(item["path"] if isinstance(item, dict) else item).read_text()
+
+    for item in (str(file), file, {"path": str(file)}):
+        cached = CachedIterableDataset([item], read, store)
+        assert list(cached) == ["one"]
+        file.write_text("other")
+        assert list(cached) == ["other"]
+        file.write_text("one")
+        os.utime(file, ns=(1, 1))
+
+
+def test_a_key_of_items_decides_what_is_the_same(store: Store, makes: Makes) -> None:
+    items = [{"number": 1, "text": "a"}, {"number": 1, "text": "b"}, {"number": 2, "text": "a"}]
+    by_number = CachedIterableDataset(items, makes, store, item_key=lambda item: item["number"])
+    assert [sample["text"] for sample in by_number] == ["a", "a", "a"]
+    assert makes.made == [1, 2]
+    odd: Any = [{"number": 1, "what": iter([])}]
+    with pytest.raises(SerializationError, match=r"\['what'\].*item_key"):
+        list(CachedIterableDataset(odd, makes, store))
+
+
+def test_another_function_makes_its_own_samples(store: Store) -> None:
+    def by(factor: int) -> Any:
+        return lambda item: item * factor
+
+    assert list(CachedIterableDataset([1, 2], by(2), store)) == [2, 4]
+    assert list(CachedIterableDataset([1, 2], by(3), store)) == [3, 6]
+    assert list(CachedIterableDataset([1, 2], by(4), store, key="by")) == [4, 8]
+    assert list(CachedIterableDataset([1, 2], by(5), store, key="by")) == [4, 8], "the user says so"
+    generator = torch.Generator()
+    with pytest.raises(UnhashableError, match="generator"):
+        CachedIterableDataset([1], lambda item: torch.rand(item, generator=generator), store)
+
+
+def test_a_function_that_is_changed_is_an_error(store: Store) -> None:
+    class Adds:
+        def __init__(self) -> None:
+            self.by = 1
+
+        def __call__(self, item: int) -> int:
+            return item + self.by
+
+    adds = Adds()
+    cached = CachedIterableDataset([1], adds, store)
+    assert list(cached) == [2]
+    adds.by = 2
+    with pytest.raises(InvalidValueError, match="by"):
+        list(cached)
+
+
+def test_a_store_without_room_gives_the_samples_and_one_warning(tmp_path: Path) -> None:
+    with Store(tmp_path / "full", max_size=1000, memory=0) as full:
+        cached = CachedIterableDataset(range(3), lambda item: os.urandom(5000) + bytes([item]), full)
+        with pytest.warns(RuntimeWarning, match="no more samples are kept") as warned:
+            assert [sample[-1] for sample in cached] == [0, 1, 2]
+        assert len(warned) == 1
+
+
+def test_a_damaged_sample_is_made_again(store: Store, makes: Makes) -> None:
+    cached = CachedIterableDataset(Items(3), makes, store)
+    expected = numbers(cached)
+    path, offset, length = payload(store, cached.name_of({"number": 1, "text": "item 1"}))
+    flip(path, offset + length // 2)
+    assert numbers(cached) == expected
+    assert makes.made == [0, 1, 1, 2]
+    assert numbers(cached) == expected
+    assert makes.made == [0, 1, 1, 2]
+
+
+def test_the_map_style_wrapper_names_this_one(store: Store) -> None:
+    with pytest.raises(InvalidValueError, match="CachedIterableDataset"):
+        CachedDataset(Items(3), store)
