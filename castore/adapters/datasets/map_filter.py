@@ -231,16 +231,17 @@ def _in_blocks(
                 new_fingerprint=call.fingerprint,
             )
 
-    # The features follow from the rows that `map` writes first.
+    has_features = kind == "filter" or arguments["features"] is not None
+    # Features that are not known follow from the rows that `map` writes first.
     first_rows = max(arguments["writer_batch_size"] or 1000, size if is_batched else 1)
     multiple = size if is_batched and not is_rowwise else 1 if is_numbered else None
     return BlockStep(
         dataset,
         run,
         counted,
-        Cut(multiple, first_rows),
+        Cut(multiple, 0 if has_features else first_rows),
         is_numbered=is_numbered or drops,
-        has_features=kind == "filter" or arguments["features"] is not None,
+        has_features=has_features,
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),
     )

@@ -386,13 +386,14 @@ class _Run:
                 call.rows, RunOptions(None, str(call.file), None, call.fingerprint, call.features)
             )
 
+        is_filter = step.kind == "filter"  # whose result has the features of its input
         return BlockStep(
             dataset,
             run,
             {"kind": step.kind, "operator": planned.description.fingerprint},
-            Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
-            has_features=step.kind == "filter",
-            keeps_count=step.kind != "filter" and not step.sees_batches(),
+            Cut(BATCH_ROWS if step.sees_batches() else None, 0 if is_filter else BATCH_ROWS),
+            has_features=is_filter,
+            keeps_count=not is_filter and not step.sees_batches(),
             num_proc=self._pipeline.num_proc or 1,
             tell=tell,
             title=step.name,

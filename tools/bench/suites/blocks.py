@@ -41,7 +41,7 @@ _SMALL_EDIT, _KILLED = 20, 1.8
 
 def rows(bench: Bench) -> Iterator[Row | Study]:
     datasets.disable_progress_bars()
-    size = bench.size(200, 10) * 10**6
+    size = bench.size(200, 40) * 10**6
     runs = Runs(texts.saved(bench.work.parent / "corpus", size), bench.work)
     yield runs.first(f"first run of five steps over {size // 10**6} MB of text")
     yield from runs.edited(bench)
@@ -207,8 +207,10 @@ def _edited(table: datasets.Dataset, edit: str) -> datasets.Dataset:
     made = datasets.Dataset.from_list(rows, features=table.features)
     if appends:
         return datasets.concatenate_datasets([table, made])
-    parts = [table.select(range(begin)), made, table.select(range(begin + length, count))]
-    return datasets.concatenate_datasets([part for part in parts if len(part)])
+    before, behind = range(begin), range(begin + length, count)
+    around = [table.select(places) if places else None for places in (before, behind)]
+    parts = [part for part in (around[0], made, around[1]) if part is not None]
+    return datasets.concatenate_datasets(parts)
 
 
 # --- growth -------------------------------------------------------------------------------------------------
