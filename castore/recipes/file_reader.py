@@ -160,12 +160,23 @@ def find_unreadable(kind: str, files: Sequence[str], folder: str) -> str | None:
         for file in files if kind in TYPED_BY_ALL_ROWS else ():
             types += [find_types(kind, [file], folder)]
         for file in files:
-            common = common or find_common(kind, [file], join_types(types) if types else None, folder)
+            try:
+                common = common or find_common(kind, [file], join_types(types) if types else None, folder)
+            except DependentFileError as error:
+                if error.__cause__ is not None and tells_no_rows(error.__cause__):
+                    continue  # an empty file is no error beside files with rows
+                raise
             for _ in read_tables(kind, [file], common, folder):
                 pass
     except DependentFileError as error:
         return None if error.__cause__ is None else file
     return None
+
+
+def tells_no_rows(error: BaseException) -> bool:
+    """Whether the only fault of what was read is that it has no rows."""
+    # The datasets library asks for the first of no tables, or raises the second text.
+    return isinstance(error, StopIteration) or "corresponds to no data" in str(error)
 
 
 def _as_written(kind: str, table: pa.Table, schema: pa.Schema, is_known_first: bool) -> pa.Table:

@@ -248,12 +248,9 @@ def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLik
     while causes[-1].__cause__ is not None and len(causes) < 10:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
     foreign = None if source.kind in (SAVED, "parquet") else _describe_foreign_line(source)
-    # The datasets library asks for the first of no tables, or raises the second text; other readers have
-    # other messages.
-    nothing = isinstance(causes[-1], StopIteration) or "corresponds to no data" in str(causes[-1])
     if foreign is not None:
         text = foreign
-    elif nothing or not source.size:
+    elif file_reader.tells_no_rows(causes[-1]) or not source.size:
         text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__

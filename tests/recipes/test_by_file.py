@@ -202,6 +202,18 @@ def test_an_error_names_the_file(reading: Reading, what: str) -> None:
         assert str(raised.value).endswith(f", in {str(reading.folder / f'3.{kind}')!r}")
 
 
+@pytest.mark.parametrize("empty", ["0", "2", "4"])
+def test_an_error_names_the_file_that_has_it_and_no_empty_one(reading: Reading, empty: str) -> None:
+    _, good, bad = BROKEN["no JSON"]
+    for number in range(5):
+        (reading.folder / f"{number}.jsonl").write_text(bad if number == 3 else good)
+    (reading.folder / f"{empty}.jsonl").write_text("")
+    for read in (reading.read, reading.read_whole):
+        with pytest.raises(InvalidValueError) as raised:
+            read()
+        assert str(raised.value).endswith(f", in {str(reading.folder / '3.jsonl')!r}")
+
+
 def test_a_type_in_one_csv_file_that_changes_those_of_all_reads_all(reading: Reading) -> None:
     for number in range(3):
         (reading.folder / f"{number}.csv").write_text(f"a,b\n00{number},x\n7,y\n")
