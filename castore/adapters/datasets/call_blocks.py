@@ -212,7 +212,7 @@ class Pass:
         _open.add(self)
 
     def call(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the function returns for these arguments, by a call or from a block."""
+        """The function's result for these arguments: from a block, or by a call."""
         call = self._tell(arguments)
         if call is None:
             return self._function(*arguments, **keywords)
@@ -312,7 +312,7 @@ class Pass:
     # Finding
 
     def _tell(self, arguments: Sequence[Any]) -> _Call | None:
-        """What tells a call from others; None, with a warning, if nothing does."""
+        """The identity of a call; None, with a warning, if its arguments have no exact bytes."""
         try:
             packed = pack_arguments(arguments)
         except SerializationError as error:

@@ -1,5 +1,5 @@
-"""What a function of a stream sees and returns, as bytes: calls are told apart by the first, and the second
-comes back exactly.
+"""Arguments and results of a stream's function as bytes. Arguments tell calls apart; results come back
+exactly.
 
 Rows of a stream are Python values, and `datasets` hands on what a function returns as it is: no type of Arrow
 is forced on a value here. A call without exact bytes is an error, and the caller runs it without keeping it.
@@ -74,7 +74,7 @@ def unpack_arguments(packed: Packed) -> list[Any]:
 
 
 def dump_result(output: Any, *, is_argument: bool) -> bytes:
-    """What a function returned, as bytes.
+    """The bytes of a function's result.
 
     Args:
         output: the value; a mapping counts by its items.

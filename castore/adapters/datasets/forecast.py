@@ -1,4 +1,4 @@
-"""What a run of steps would find kept, block by block, before it runs. Runs nothing.
+"""Foretells, before a run, which blocks of its steps are kept. Runs nothing.
 
 The blocks of a step's result are the blocks of the next step. So kept results lead from step to step, past
 those that are not there: their rows are known only after a run.
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a step would find.
+    """The blocks and rows of a step, and those that are kept.
 
     Attributes:
         blocks, kept: blocks of its input, and those whose results are kept.
@@ -66,7 +66,7 @@ def stand_in(features: datasets.Features, pieces: Sequence[Piece]) -> datasets.D
 
 
 def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> Forecast | None:
-    """What a step would find.
+    """Foretell the blocks and rows of a step.
 
     Args:
         run: a run of the step.

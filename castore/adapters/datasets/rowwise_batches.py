@@ -39,7 +39,7 @@ def pick_rows(arguments: Sequence[Any], places: list[int]) -> list[Any]:
 
 
 def split_result(output: Any, count: int, title: str) -> list[Any]:
-    """What a function returned for a batch, row by row: dicts of a map, values of a filter.
+    """A function's result for a batch as one for each row: dicts of a map, values of a filter.
 
     Raises:
         InvalidValueError: it has another number of rows than the batch.
