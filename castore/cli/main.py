@@ -54,6 +54,9 @@ def run() -> NoReturn:
         pass  # Ctrl-C came when the command had just ended
     std_streams.flush()
     if code in (INTERRUPTED, TERMINATED):
+        from castore.system import temporary
+
+        temporary.remove_own()
         # Ctrl-C at the moment when a pool starts a thread leaves a thread that the pool does not know, and
         # Python would wait for that thread for ever. Stores are closed by now, and nothing else needs
         # closing.

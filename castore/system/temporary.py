@@ -30,6 +30,8 @@ _NOT_A_FILE = (
 #: Seconds without a sign of life after which a file or mount of another PID namespace (for example a
 #: container's) counts as left behind: its process cannot be looked up from here.
 OTHER_NAMESPACE_SECONDS = 3600.0
+# The folders in which this process has created temporary files.
+_folders: set[Path] = set()
 
 
 @lru_cache(maxsize=1)
@@ -100,9 +102,21 @@ def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
     # PID.
     started = process_started(os.getpid()) or 0
     path = folder / f"{pid_namespace()}-{os.getpid()}-{started}-{os.urandom(16).hex()}.{suffix}"
+    _folders.add(folder)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     give_to_owner(fd, folder)
     return fd, path
+
+
+def remove_own() -> None:
+    """Remove the temporary files of this process. For a process that an interrupt ends, at its very end.
+
+    A Ctrl-C may come when a file has just been created, and no variable refers to it yet.
+    """
+    own = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-"
+    for folder in _folders:
+        for path in folder.glob(f"{own}*"):
+            path.unlink(missing_ok=True)
 
 
 class LeftoverFile(NamedTuple):

@@ -147,6 +147,31 @@ def test_interrupt_ends_at_once_and_leaves_nothing(castore: Start, folder: Path,
         assert list(store.entries()) == []
 
 
+def test_an_interrupt_just_after_a_file_was_created_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    large = tmp_path / "large.bin"
+    large.write_bytes(os.urandom(2 << 20))
+    program = (
+        "import signal, sys\n"
+        "from castore.cli.main import run\n"
+        "def trace(frame, event, argument):\n"
+        "    if frame.f_code.co_name == 'create_temporary':\n"
+        "        if event == 'return':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "        return trace\n"
+        "sys.settrace(trace)\n"
+        "run()\n"
+    )
+    Store(folder).close()
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "--store", folder, "add", large],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        capture_output=True,
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, b"", b"castore: interrupted\n")
+    assert not any((folder / "tmp").glob("*"))
+
+
 def test_commands_import_only_what_they_need(folder: Path, store: Store) -> None:
     program = (
         "import sys; from castore.cli.main import main; main(sys.argv[1:]);heavy = {'rich', "
