@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 
 from tests.mount.conftest import mountpoint  # noqa: F401 (a fixture)
-from tests.torture.victims import make_victim
+from tests.torture.victims import exerciser, make_victim
 
 _T = TypeVar("_T")
 
@@ -28,6 +28,15 @@ def _daemons_log_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", os.fspath(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_exerciser_is_left() -> Iterator[None]:
+    yield
+    if exerciser.cache_info().currsize:
+        with exerciser() as server:
+            assert server.stdin is not None
+            server.stdin.close()
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Every operation of a store, on a store that is not to be trusted, in a process with little memory.
 
-Run as ``python exercise.py STORE``. Prints a line of JSON: the outcome of each operation, and the growth of
-the process's peak memory in MB. An error that is not castore's own ends the program with a traceback.
+Run as ``python exercise.py``. Reads paths of stores, a line each, and forks a process for each store, since
+imports take most of the time. Prints a line of JSON: the outcome of each operation, and the growth of the
+process's peak memory in MB; or under ``failed`` the traceback of an error that is not castore's own, or how
+the process ended.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 import resource
 import sys
+import traceback
 from collections.abc import Callable
 
 from castore import CastoreError, Store
@@ -63,11 +66,7 @@ def acts(path: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    path = sys.argv[1]
-    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
-    import sqlite_utils  # noqa: F401  (its memory is not the store's)
-
+def exercise(path: str) -> dict[str, object]:
     codec_threads.pool().submit(int).result()
     before = peak()
     ended: dict[str, object] = {}
@@ -76,7 +75,26 @@ def main() -> None:
             ended[name] = act()
         except CastoreError as error:
             ended[name] = f"{type(error).__name__}: {error}"
-    print(json.dumps({"ended": ended, "grew": peak() - before}))
+    return {"ended": ended, "grew": peak() - before}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+    import sqlite_utils  # noqa: F401  (its memory is not the store's)
+
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            said: dict[str, object]
+            try:
+                said = exercise(line.removesuffix("\n"))
+            except BaseException:
+                said = {"failed": traceback.format_exc()}
+            print(json.dumps(said), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps({"failed": f"it ended with {os.waitstatus_to_exitcode(status)}"}), flush=True)
 
 
 if __name__ == "__main__":

@@ -192,8 +192,8 @@ def test_crowds_and_kills_come_through_with_clocks_that_differ(
     figure: Callable[[str], None],
 ) -> None:
     clock(jump)
-    crowd(store, scale(2, 30))
-    kills = scale(10, 100)
+    crowd(store, scale(1, 30))
+    kills = scale(6, 100)
     kill_at_random(tmp_path / "killed", kills)
 
     def put_at(process: int) -> None:

@@ -42,11 +42,11 @@ class Healthy(NamedTuple):
 
 def filled(path: Path) -> dict[str, bytes]:
     """A store with loose, packed and raw blobs, and index pages of every kind; closed, so without a WAL."""
-    kept = {f"folder-{n % 7}/{n:05d}": mixed(300 + n, n) for n in range(1_200)}
+    kept = {f"folder-{n % 7}/{n:05d}": mixed(300 + n, n) for n in range(500)}
     with Store(path, memory=0) as store:
         store.put_many(kept.items())
         for n in range(20):
-            kept[f"large/{n}"] = noise(20_000 + n, n) if n % 2 else noise(600_000 + n, n)
+            kept[f"large/{n}"] = noise(20_000 + n, n) if n % 2 else noise(300_000 + n, n)
             store.put(f"large/{n}", kept[f"large/{n}"], ttl=1e6, metadata={"number": n}, pin=n % 3 == 0)
         store.put("long metadata", b"x", metadata={"text": "y" * 10_000})
         kept["long metadata"] = b"x"

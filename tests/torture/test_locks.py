@@ -31,12 +31,12 @@ GRANTED = HERE / "granted"
 #: Cases that the other tests here do not repeat: damage, disks, input, mounts and power cuts. The quick form
 #: has the first.
 OTHERS = (
+    "torture/test_isolation.py",
     "torture/test_damage.py",
     "torture/test_power_cut.py",
     "torture/test_full_disk.py",
     "torture/test_index_rot.py",
     "torture/test_hostile.py",
-    "torture/test_isolation.py",
     "torture/test_repair.py",
     "mount/test_session_life.py",
     "mount/test_mounting.py",
@@ -79,7 +79,7 @@ def test_without_locks_kills_lose_nothing_that_was_acknowledged(
 def test_without_locks_sixteen_processes_do_everything_at_once(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
-    seconds = scale(3.0, 30.0)
+    seconds = scale(1.5, 30.0)
     figure(
         f"16 processes did {crowd(store, seconds):,} operations in {seconds:.0f} s without locks; no error"
     )
@@ -102,7 +102,7 @@ def test_without_locks_files_maps_and_a_data_loader_read_on_while_gc_removes_eve
     scale: Callable[[float, float], float],
     figure: Callable[[str], None],
 ) -> None:
-    test_readers.reads_on_while_gc_removes_everything(store, tmp_path, scale(2.0, 30.0), figure)
+    test_readers.reads_on_while_gc_removes_everything(store, tmp_path, scale(1.0, 30.0), figure)
     assert daemons.exists(), "the daemon's locks were not broken"
 
 

@@ -140,7 +140,7 @@ def test_only_a_kill_of_the_daemon_is_felt_and_nothing_leaks(
     scale: Callable[[float, float], float],
     figure: Callable[[str], None],
 ) -> None:
-    seconds, path = scale(3.0, 1200.0), tmp_path / "store"
+    seconds, path = scale(2.0, 1200.0), tmp_path / "store"
     with Store(path, memory=0) as store:
         for version in range(VERSIONS):
             store.put_many((f"n/{number}", value(number, version)) for number in range(NAMES))
