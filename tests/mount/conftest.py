@@ -92,19 +92,28 @@ def filled(plain: Path) -> Store:
     return store
 
 
-@pytest.fixture(scope="session", params=["default", "pinned", "remote"])
-def root(request: pytest.FixtureRequest, filled: Store) -> Iterator[Path]:
-    """The store's names in a mount: of the store itself, or of a remote that another store reads."""
-    if request.param == "remote":
-        url = filled.path.with_name("bucket").as_uri()
-        filled.add_remote("team", url).push()
-        with Store(filled.path.with_name("other")) as other:
-            other.add_remote("team", url)
-        with castore_fuse.mounted(other.path, remote="team") as mounted:
-            yield mounted
-        return
-    with castore_fuse.mounted(filled.path, pin=request.param == "pinned") as mounted:
-        yield mounted
+ROOTS = ["default", "pinned", "remote"]
+
+
+@pytest.fixture(scope="session")
+def roots(filled: Store) -> Iterator[dict[str, Path]]:
+    """The store's names in mounts: of the store itself, and of a remote that another store reads."""
+    url = filled.path.with_name("bucket").as_uri()
+    filled.add_remote("team", url).push()
+    with Store(filled.path.with_name("other")) as other:
+        other.add_remote("team", url)
+    with (
+        castore_fuse.mounted(filled.path) as default,
+        castore_fuse.mounted(filled.path, pin=True) as pinned,
+        castore_fuse.mounted(other.path, remote="team") as remote,
+    ):
+        yield dict(zip(ROOTS, (default, pinned, remote), strict=True))
+
+
+@pytest.fixture(scope="session", params=ROOTS)
+def root(request: pytest.FixtureRequest, roots: dict[str, Path]) -> Path:
+    """One of these mounts."""
+    return roots[request.param]
 
 
 def forget_pages(path: Path | int) -> None:

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Folder(Dataset[tuple[int, str]]):
-    """Every file below a folder: its number and the digest of its bytes. Pickles as a path."""
+    """Every file below some folders: its number and the digest of its bytes. Pickles as a path."""
 
-    def __init__(self, folder: Path) -> None:
-        self.paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    def __init__(self, *folders: Path) -> None:
+        self.paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -53,12 +53,14 @@ def methods(folder: Path) -> None:
     A spawned worker imports torch itself, so there is one.
     """
     multiprocessing.set_forkserver_preload(["torch.utils.data"])
-    plain, mounted = folder, Path(sys.argv[3])
+    plain, mounted = folder, [*map(Path, sys.argv[3:])]
     source = Folder(plain)
-    want = [source[index] for index in range(len(source))]
+    digests_of_one = [source[index][1] for index in range(len(source))]
+    want = [*enumerate(digests_of_one * len(mounted))]
+    assert want
     for method in (None, "fork", "forkserver", "spawn"):
         loader: DataLoader[tuple[int, str]] = DataLoader(
-            Folder(mounted),
+            Folder(*mounted),
             batch_size=16,
             num_workers={None: 0, "spawn": 1}.get(method, 2),
             multiprocessing_context=multiprocessing.get_context(method) if method else None,
