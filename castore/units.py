@@ -60,7 +60,7 @@ def parse_size(size: str | int | float) -> int:
     (200000000000, 1610612736, 64000, 4096)
     >>> parse_size("ten")
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: 'ten' is not a size; write bytes as an int, or a text like "200GB" or "1.5 GiB"
+    castore.errors.InvalidValueError: 'ten' is not a size; write bytes as an int, or a text like "200GB"...
     """
     if isinstance(size, str):
         count = _size_of_text(size)
@@ -127,7 +127,7 @@ def parse_duration(duration: str | int | float) -> float:
     (604800.0, 5400.0, 0.5, 90.0)
     >>> parse_duration("soon")
     Traceback (most recent call last):
-    castore.errors.InvalidValueError: 'soon' is not a duration; write seconds as a number, or a text like "7d", "1h30m" or "500ms"
+    castore.errors.InvalidValueError: 'soon' is not a duration; write seconds as a number, or a text like...
     """
     seconds = _seconds_of_text(duration) if isinstance(duration, str) else _seconds_of_number(duration)
     # The comparison is false for NaN.

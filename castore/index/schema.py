@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 #: `PRAGMA user_version` of an index that has all the migrations below.
 SCHEMA_VERSION = 4
 
+# Existing indexes hold these texts word for word: a backslash ends a line that goes on.
 _TABLES = """
 CREATE TABLE blobs (
     digest BLOB PRIMARY KEY, size INTEGER NOT NULL, stored INTEGER NOT NULL, codec TEXT NOT NULL,
     pack INTEGER NOT NULL, offset INTEGER NOT NULL, refs INTEGER NOT NULL DEFAULT 0, orphaned REAL
 ) WITHOUT ROWID;
 CREATE TABLE entries (
-    name TEXT PRIMARY KEY, digest BLOB NOT NULL, size INTEGER NOT NULL, serializer TEXT NOT NULL, metadata TEXT,
+    name TEXT PRIMARY KEY, digest BLOB NOT NULL, size INTEGER NOT NULL, serializer TEXT NOT NULL, \
+metadata TEXT,
     created REAL NOT NULL, expires REAL, accessed REAL NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
     checked INTEGER NOT NULL
 ) WITHOUT ROWID;
@@ -40,7 +42,8 @@ CREATE TABLE packs (id INTEGER PRIMARY KEY AUTOINCREMENT, created REAL NOT NULL)
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE mounts (
     id INTEGER PRIMARY KEY, mountpoint TEXT NOT NULL, prefix TEXT NOT NULL, pinned INTEGER NOT NULL,
-    namespace INTEGER NOT NULL, pid INTEGER NOT NULL, started INTEGER NOT NULL, since REAL NOT NULL, seen REAL NOT NULL
+    namespace INTEGER NOT NULL, pid INTEGER NOT NULL, started INTEGER NOT NULL, \
+since REAL NOT NULL, seen REAL NOT NULL
 );
 CREATE TABLE totals (
     id INTEGER PRIMARY KEY CHECK (id = 1), entries INTEGER NOT NULL, logical INTEGER NOT NULL,
