@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from castore.cli.commands import COMMANDS, command
 from tests.cli.conftest import Cli
 
 Start = Callable[..., subprocess.Popen[bytes]]
+_LONG = os.environ.get("CASTORE_TORTURE") == "long"
 NO_TEXT = os.fsdecode(b"\xff\xfe")
 NAME = "na\u00efve-\u540d.txt"
 #: Arguments with which each command works on the store of these tests.
@@ -119,8 +121,15 @@ def test_a_store_whose_folder_is_no_text_works(castore: Start, tmp_path: Path, f
             assert json.loads(out.decode().splitlines()[0] if words[0] == "ls" else out.decode())
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-@pytest.mark.parametrize("words", WORKING.items(), ids=lambda words: words[0])
+def _each(others: list[Any], *, of: set[str]) -> Iterator[object]:
+    """Each command with each of some circumstances: with all but the first only those commands, `make torture` the rest."""
+    for name, words in WORKING.items():
+        for number, other in enumerate(others):
+            marks = [pytest.mark.matrix] if number and name not in of else []
+            yield pytest.param((name, words), other, marks=marks, id=f"{name}-{other}")
+
+
+@pytest.mark.parametrize(("words", "encoding"), _each(["ascii", "latin-1"], of={"ls", "add"}))
 def test_output_of_any_encoding_takes_every_name(
     castore: Start, shop: Store, words: tuple[str, tuple[str, ...]], encoding: str
 ) -> None:
@@ -139,8 +148,7 @@ def _close(descriptors: tuple[int, ...]) -> Callable[[], None]:
     return close
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("words", WORKING.items(), ids=lambda words: words[0])
+@pytest.mark.parametrize(("words", "closed"), _each([(0, 1, 2), (1,), (2,)], of={"add", "cat", "get"}))
 def test_closed_streams_keep_no_command_from_its_work(
     castore: Start, shop: Store, words: tuple[str, tuple[str, ...]], closed: tuple[int, ...]
 ) -> None:
@@ -217,7 +225,8 @@ def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
     slow.write_bytes(os.urandom(1 << 20) * 64)
     Store(folder).close()
     # Python's own first milliseconds are not castore's to change.
-    for delay in range(0, 300, 12 if number == signal.SIGINT else 60):
+    steps = (12, 60) if _LONG else (36, 84)
+    for delay in range(0, 300, steps[number != signal.SIGINT]):
         process = castore("add", slow, "--codec", "gzip", env={"PYTHONPROFILEIMPORTTIME": "1"})
         begun = _loading(process)
         time.sleep(delay / 1000)

@@ -11,7 +11,7 @@ import pytest
 from castore import Store
 from tests.cli.conftest import Cli
 from tests.helpers import noise
-from tests.remote.nodes import end_fetcher
+from tests.remote.nodes import end_fetcher, know
 
 
 def damage(folder: Path) -> None:
@@ -97,9 +97,9 @@ def test_verify_tells_what_a_remote_has_from_what_is_lost(
     bucket = (tmp_path / "bucket").as_uri()
     with Store(tmp_path / "one") as one:
         one.put("noise", os.urandom(300_000))
-        one.add_remote("team", bucket).push()
+        know(one, "team", bucket).push()
         data = one.get("noise")
-    store.add_remote("team", bucket, read_only=True).pull(lazy=True)
+    know(store, "team", bucket, read_only=True).pull(lazy=True)
     for command in (("verify",), ("verify", "--repair")):
         assert store.get("noise") == data
         store.close()

@@ -125,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield place
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """A store whose names are in `main` of the remote `team`, a copied."""
     place = tmp_path_factory.mktemp("pushed")

@@ -11,8 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from castore import Store
+from castore import Remote, Store
+from castore.remote import marker
 from castore.remote.messages import SOCKET, receive, send
+from castore.remote.remotes import Remotes, RemoteSettings
+from castore.remote.urls import open_bucket
 from castore.system.local_sockets import address
 from castore.system.temporary import is_running
 from tests.helpers import noise, text
@@ -26,18 +29,30 @@ CONTENTS = (
         "empty": b"",
         "one": b"1",
         "middle": noise(2 << 20),
-        "large": noise(12 << 20, 7),
+        "large": noise(8 << 20, 7),
         "dup": noise(2 << 20),
     }
-    | {"text": noise(8 << 20, 3).hex().encode()}
+    | {"text": noise(5 << 20, 3).hex().encode()}
 )
+
+
+def know(store: Store, name: str, url: str, *, read_only: bool = False) -> Remote:
+    """Let a store know a remote, as `Store.add_remote` does.
+
+    No process tries the place out, which takes longer than many a test. A folder becomes a remote here, and in a
+    bucket there must be one.
+    """
+    if url.startswith("file:"):
+        marker.prepare(open_bucket(url), read_only=read_only)
+    Remotes(store.path, store.settings).add(RemoteSettings(name, url, read_only))
+    return store.remote(name)
 
 
 @contextmanager
 def node(path: Path, url: str, **options: object) -> Iterator[Store]:
     """A store that knows the remote, and that no process uses at the end."""
     with Store(path, **options) as store:  # type: ignore[arg-type]
-        store.add_remote("team", url, read_only=True)
+        know(store, "team", url, read_only=True)
         try:
             yield store
         finally:

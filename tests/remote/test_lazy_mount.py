@@ -31,7 +31,7 @@ from castore.system.local_sockets import address
 from castore_fuse import MountError
 from tests.helpers import agrees_with_disk, flip, in_processes, noise
 from tests.mount.conftest import forget_pages, until
-from tests.remote.nodes import CONTENTS, ask_once, end_fetcher, fails, fetchers, here, node, read
+from tests.remote.nodes import CONTENTS, ask_once, end_fetcher, fails, fetchers, here, know, node, read
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
@@ -79,7 +79,7 @@ def test_gc_removes_pages_of_commits_that_nobody_shows_any_more(copied: Path, tm
         node(tmp_path / "b", copied.as_uri()) as reader,
     ):
         writer.remove_remote("team")
-        team = writer.add_remote("team", copied.as_uri())
+        team = know(writer, "team", copied.as_uri())
         team.pull()
         with castore_fuse.mounted(reader, remote="team") as root:
             list(root.rglob("*"))
@@ -111,7 +111,7 @@ def test_a_prefix_and_an_older_commit_are_mounted(pushed: Store, copied: Path, t
         node(tmp_path / "b", copied.as_uri()) as reader,
     ):
         writer.remove_remote("team")
-        team = writer.add_remote("team", copied.as_uri())
+        team = know(writer, "team", copied.as_uri())
         team.pull()
         old = team.log()[0].commit
         writer.put("small/000", b"new")
@@ -138,7 +138,7 @@ def test_names_of_kept_bytes_are_in_no_listing_and_do_not_travel(
     assert [entry.name for entry in other.entries()] == ["!first", "mine"]
     with castore_fuse.mounted(other) as root:
         assert read(root) == {"!first": b"1", "mine": b"2"}
-    team = other.add_remote("mine", (tmp_path / "mine").as_uri())
+    team = know(other, "mine", (tmp_path / "mine").as_uri())
     assert team.push().added == 2
     assert not other.verify().bad
     assert subprocess.run(
@@ -392,21 +392,27 @@ def link(seaweedfs: Place) -> Iterator[Proxy]:
         yield made
 
 
-@pytest.fixture
-def team(seaweedfs: Place, link: Proxy, pushed: Store) -> Iterator[str]:
-    """The URL of a bucket on object storage with the same names, behind the link."""
+@pytest.fixture(scope="module")
+def stored(seaweedfs: Place, pushed: Store) -> str:
+    """The URL of a bucket on object storage with the same names. Tests only read it."""
     url = f"{seaweedfs.url}/{uuid.uuid4().hex}"
     with environment(seaweedfs.environment):
         name = f"r{uuid.uuid4().hex[:8]}"
         pushed.add_remote(name, url).push()
         pushed.remove_remote(name)
+    return url
+
+
+@pytest.fixture
+def team(seaweedfs: Place, link: Proxy, stored: str) -> Iterator[str]:
+    """The URL of that bucket, which lies behind the link."""
     there = {
         **seaweedfs.environment,
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}",
         "CASTORE_REMOTE_TIMEOUT": "6",
     }
     with environment(there):
-        yield url
+        yield stored
 
 
 def test_faults_of_the_network_are_not_felt(team: str, link: Proxy, tmp_path: Path) -> None:
@@ -506,7 +512,7 @@ def test_credentials_that_expire_are_an_error_until_they_are_renewed(
 def writer(copied: Path, tmp_path: Path) -> Iterator[Store]:
     """A node that has all names of the bucket, and pushes."""
     with Store(tmp_path / "writer") as store:
-        store.add_remote("team", copied.as_uri()).pull()
+        know(store, "team", copied.as_uri()).pull()
         yield store
 
 
