@@ -92,16 +92,33 @@ WAYS = {
 }
 
 
-def fingerprint_in(folder: Path, seed: str = "0") -> str:
-    """The fingerprint of main.step in a fresh process, with `folder` to import from."""
-    script = "import main; from castore.keys.objects import function_fingerprint as f; print(f(main.step))"
+# Only castore is imported before the fork: what `main` imports is new to each process.
+_EACH = """
+import os, sys
+from castore.keys.objects import function_fingerprint
+for folder in sys.argv[1:]:
+    pid = os.fork()
+    if not pid:
+        os.chdir(folder)
+        sys.path[:0] = ["", folder]
+        import main
+        print(function_fingerprint(main.step), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def fingerprints_in(*folders: Path, seed: str = "0") -> list[str]:
+    """The fingerprints of main.step, with each folder to import from, each in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-B", "-c", script], cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONHASHSEED": seed,
-        "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"},
+        [sys.executable, "-B", "-c", _EACH, *folders], capture_output=True, text=True, check=False,
+        cwd=folders[0].parent,
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{Path(__file__).parents[2]}"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    found = done.stdout.split()
+    assert len(found) == len(folders)
+    return found
 
 
 def write(folder: Path, main: str, helpers: str = HELPERS) -> Path:
@@ -113,14 +130,27 @@ def write(folder: Path, main: str, helpers: str = HELPERS) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_edit_of_an_imported_function_is_noticed_however_it_is_reached(tmp_path: Path, way: str) -> None:
-    before = fingerprint_in(write(tmp_path / "a", WAYS[way]), seed="1")
+@pytest.fixture(scope="module")
+def by_way(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
+    """The fingerprints of each way: at first, moved, and edited."""
     # In another place, with another seed, moved down, with a comment and a docstring: still the same.
     moved = "# comment\n\n" + HELPERS.replace("(text):", '(text):\n    "What it does."\n    # how')
-    assert fingerprint_in(write(tmp_path / "b", f"\n\n{WAYS[way]}", moved), seed="2") == before
     edited = HELPERS.replace('sub("", text)', 'sub("-", text)')
-    assert fingerprint_in(write(tmp_path / "c", WAYS[way], edited)) != before
+    told = []
+    for seed, above, helpers in (("1", "", HELPERS), ("2", "\n\n", moved), ("0", "", edited)):
+        place = tmp_path_factory.mktemp("ways")
+        folders = [write(place / way, above + main, helpers) for way, main in WAYS.items()]
+        told.append(fingerprints_in(*folders, seed=seed))
+    return dict(zip(WAYS, zip(*told, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_edit_of_an_imported_function_is_noticed_however_it_is_reached(
+    by_way: dict[str, tuple[str, str, str]], way: str
+) -> None:
+    before, moved, edited = by_way[way]
+    assert moved == before
+    assert edited != before
 
 
 EDITS = [
@@ -137,25 +167,23 @@ def test_an_edit_behind_an_imported_function_is_noticed(
     tmp_path: Path, name: str, old: str, new: str
 ) -> None:
     main = f"from helpers import {name}\ndef step(x): return {name}(x)"
-    before = fingerprint_in(write(tmp_path / "a", main))
-    assert fingerprint_in(write(tmp_path / "b", main, HELPERS.replace(old, new))) != before
+    edited = write(tmp_path / "b", main, HELPERS.replace(old, new))
+    assert len(set(fingerprints_in(write(tmp_path / "a", main), edited))) == 2
 
 
 def test_an_edit_of_what_is_not_used_changes_nothing(tmp_path: Path) -> None:
     main = "import helpers\ndef step(x): return helpers.clean(x)"
-    before = fingerprint_in(write(tmp_path / "a", main))
     edited = HELPERS.replace("return 2", "return 3") + "\nNEW = object()\n"
-    assert fingerprint_in(write(tmp_path / "b", main + "\nUNUSED = object()", edited)) == before
+    other = write(tmp_path / "b", main + "\nUNUSED = object()", edited)
+    assert len(set(fingerprints_in(write(tmp_path / "a", main), other))) == 1
 
 
 def test_a_users_module_named_like_the_standard_librarys_is_the_users(tmp_path: Path) -> None:
     main = "import statistics\ndef step(x): return statistics.mean(x)"
-    codes = set()
-    for factor in (1, 2):
-        folder = write(tmp_path / str(factor), main)
-        (folder / "statistics.py").write_text(f"def mean(x): return {factor}")
-        codes.add(fingerprint_in(folder))
-    assert len(codes) == 2
+    folders = [write(tmp_path / str(factor), main) for factor in (1, 2)]
+    for folder in folders:
+        (folder / "statistics.py").write_text(f"def mean(x): return {folder.name}")
+    assert len(set(fingerprints_in(*folders))) == 2
 
 
 def made(source: str) -> Callable[..., Any]:
