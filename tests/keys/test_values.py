@@ -85,16 +85,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def here_and_there() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """The fingerprints of `fingerprinted.MADE`: of this process, and of one that is fresh."""
-    code = "import json; from tests.keys import fingerprinted as f; print(json.dumps(f.all_fingerprints()))"
-    there = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, check=True, timeout=400,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "2"},
+def told_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What other processes print, which are forked from one that has imported other people's libraries: the
+    fingerprints of `fingerprinted.MADE`, and the warnings of three runs of `_CASES`.
+    """
+    folder = tmp_path_factory.mktemp("drawn")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ELSEWHERE, str(folder), json.dumps(_CASES), str(_PIDS)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONHASHSEED": "2"},
+        stdout=subprocess.PIPE, check=True, timeout=400,
     )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def here_and_there(told_elsewhere: list[Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """The fingerprints of `fingerprinted.MADE`: of this process, and of one that is fresh."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fingerprinted.all_fingerprints(), json.loads(there.stdout)
+        return fingerprinted.all_fingerprints(), told_elsewhere[0]
 
 
 def test_compiled_functions_hash_by_what_they_wrap_in_every_process(
@@ -263,7 +272,7 @@ def test_large_numbers_and_texts_with_digits_are_no_addresses(adapter: str) -> N
 
 
 _PIDS = int(Path("/proc/sys/kernel/pid_max").read_text())
-_DRAWN = """
+_ELSEWHERE = """
 import json, os, sys, tempfile, time, uuid, random, warnings, datasets, torch.utils.data
 datasets.disable_progress_bars()
 class Held(list):
@@ -303,7 +312,13 @@ def use(folder, kind, way):
                 return held.part and x
             step(1), step(2)
         wait()
-# A run is a process of its own, forked from one that has imported other people's libraries once for all.
+if pid := os.fork():
+    assert os.waitpid(pid, 0)[1] == 0
+else:
+    from tests.keys import fingerprinted
+    print(json.dumps(fingerprinted.all_fingerprints()))
+    sys.exit()
+# A run is a process of its own too.
 for run in range(3):
     # Low process ids raise no doubt: in a container they are the same in every run.
     while not 1000 < (pid := os.fork()) < int(sys.argv[3]) - 1000:
@@ -341,19 +356,17 @@ _RANDOM = [
 _MEANT = [("uuid", "arguments"), ("generator", "map"), ("seeded", "map"), ("constant", "map")]
 
 
+_CASES = [*_RANDOM, *_MEANT]
+
+
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[list[str]]]:
+def drawn(told_elsewhere: list[Any]) -> dict[tuple[str, str], list[list[str]]]:
     """The warnings of three runs, by kind and way, each with a store of its own: a run has all of them, for
     most of its time goes into imports.
     """
-    cases, folder = [*_RANDOM, *_MEANT], tmp_path_factory.mktemp("drawn")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _DRAWN, str(folder), json.dumps(cases), str(_PIDS)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-        stdout=subprocess.PIPE, check=True, timeout=300,
-    )  # fmt: skip
-    runs: list[list[list[str]]] = [json.loads(line) for line in done.stdout.splitlines()]
-    return {case: [run[number] for run in runs] for number, case in enumerate(cases)}
+    _, *runs = told_elsewhere
+    assert len(runs) == 3
+    return {case: [run[number] for run in runs] for number, case in enumerate(_CASES)}
 
 
 @pytest.mark.parametrize(("kind", "way"), _RANDOM)
