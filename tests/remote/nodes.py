@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -46,6 +47,12 @@ def know(store: Store, name: str, url: str, *, read_only: bool = False) -> Remot
         marker.prepare(open_bucket(url), read_only=read_only)
     Remotes(store.path, store.settings).add(RemoteSettings(name, url, read_only))
     return store.remote(name)
+
+
+def move(store: Store, name: str, url: str) -> None:
+    """Let a store find a remote at another URL, and keep what it knows of it. Castore itself offers no such thing."""
+    described = store.path / "remotes" / name / "remote.json"
+    described.write_text(json.dumps(json.loads(described.read_bytes()) | {"url": url}))
 
 
 @contextmanager

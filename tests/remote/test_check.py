@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from castore import Remote, RemoteError, Store
 from tests.helpers import noise
+from tests.remote.nodes import know, move
 from tests.remote.test_transfer import ENVIRONMENT
 
 
@@ -16,17 +19,35 @@ def bucket(tmp_path: Path) -> Path:
     return tmp_path / "bucket"
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store and a remote with two refs: many small blobs, some large ones, and a former state."""
+    folder = tmp_path_factory.mktemp("checked")
+    with pytest.MonkeyPatch.context() as patch, Store(folder / "store", memory=0) as store:
+        patch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+        store.put_many((f"small/{number}", noise(500, number)) for number in range(50))
+        store.put("large", noise(2_000_000))
+        remote = store.add_remote("team", (folder / "bucket").as_uri())
+        remote.push()
+        store.put("other", noise(1_500_000, 1))
+        remote.push(ref="second")
+    return folder
+
+
 @pytest.fixture
-def remote(store: Store, bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
-    """A remote with two refs: many small blobs, some large ones, and a former state."""
+def store(template: Path, bucket: Path, tmp_path: Path) -> Iterator[Store]:
+    """A copy of the store, which knows the copy of the remote."""
+    shutil.copytree(template / "store", tmp_path / "store")
+    shutil.copytree(template / "bucket", bucket)
+    with Store(tmp_path / "store", memory=0) as copied:
+        move(copied, "team", bucket.as_uri())
+        yield copied
+
+
+@pytest.fixture
+def remote(store: Store, monkeypatch: pytest.MonkeyPatch) -> Remote:
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    store.put_many((f"small/{number}", noise(500, number)) for number in range(50))
-    store.put("large", noise(2_000_000))
-    remote = store.add_remote("team", bucket.as_uri())
-    remote.push()
-    store.put("other", noise(1_500_000, 1))
-    remote.push(ref="second")
-    return remote
+    return store.remote("team")
 
 
 def files(bucket: Path, folder: str) -> list[Path]:
@@ -77,7 +98,7 @@ def test_what_is_missing_or_damaged_is_found_and_repaired_from_a_store_that_has_
     assert [one.ref for one in remote.repair(checked)] == sorted({one.ref for one in checked.problems})
     assert remote.check(deep=True).problems == []
     with Store(tmp_path / "other", memory=0) as other:
-        other.add_remote("team", remote.url).pull("second")
+        know(other, "team", remote.url).pull("second")
         assert {entry.name: entry.digest for entry in other.entries()} == {
             entry.name: entry.digest for entry in store.entries()
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -22,7 +21,7 @@ from castore.remote.messages import SOCKET
 from castore.watch.adder import is_current
 from tests.helpers import agrees_with_disk, flip, in_processes, noise, records
 from tests.mount.conftest import until
-from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, know, node, read
+from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, know, move, node, read
 from tests.torture.test_full_disk import fill_up
 
 
@@ -41,8 +40,8 @@ def lazy(pulled: Path, copied: Path, tmp_path: Path) -> Iterator[Store]:
     """A node that has pulled names, and no bytes. Its fetcher starts when it reads."""
     path = tmp_path / "other"
     shutil.copytree(pulled, path)
-    described = path / "remotes" / "team" / "remote.json"
-    described.write_text(json.dumps(json.loads(described.read_bytes()) | {"url": copied.as_uri()}))
+    with Store(path) as store:
+        move(store, "team", copied.as_uri())
     with node(path, copied.as_uri()) as store:
         yield store
 
