@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ class Job:
 
     Its marks lie beside the home, not in it. They are written in place, again and again. A job that pauses
     for longer than files take to settle would find a link to the read-only mount in the place of its mark.
+
+    Each run is a process of its own. One that has imported the library forks them: an import takes longer than
+    the job.
     """
 
     def __init__(self, home: Path, data: Path) -> None:
@@ -34,6 +38,7 @@ class Job:
         self.marks.mkdir(parents=True)
         self.home = home
         self.data = data
+        self._server: subprocess.Popen[str] | None = None
         self.environment = ENVIRONMENT | {
             "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "MARKS": str(self.marks),
         }  # fmt: skip
@@ -46,11 +51,26 @@ class Job:
         )  # fmt: skip
 
     def run(self) -> str:
-        process = self.start()
-        out, err = process.communicate(timeout=300)
-        dangling = [str(path) for path in self.home.rglob("*") if path.is_symlink() and not path.exists()]
-        assert out, f"exit code {process.returncode}\n{err}\nlinks to nothing: {dangling}"
+        if self._server is None:
+            self._server = self.start("--each-line")
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write("run\n")
+        server.stdin.flush()
+        out = server.stdout.readline()
+        if not out or " " not in out:  # the exit code of a job that printed nothing, or none
+            server.kill()
+            _, err = server.communicate(timeout=300)
+            dangling = [str(path) for path in self.home.rglob("*") if path.is_symlink() and not path.exists()]
+            raise AssertionError(f"exit code {out}\n{err}\nlinks to nothing: {dangling}")
+        assert server.stdout.readline() == "0\n"
         return out
+
+    def end(self) -> None:
+        """End the process that forks."""
+        if self._server is not None:
+            self._server.communicate(timeout=300)
 
     def calls(self) -> dict[str, int]:
         return {path.name: path.stat().st_size for path in self.marks.iterdir()}
@@ -66,6 +86,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def make_job(data: Path) -> Iterator[Callable[[Path], Job]]:
+    """Makes a job with a home."""
+    made: list[Job] = []
+
+    def make(home: Path) -> Job:
+        made.append(Job(home, data))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.end()
+
+
 def arrows(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.arrow") if not is_temporary(path.name))
 
@@ -78,15 +112,20 @@ def until_replaced(folder: Path, expected: int) -> None:
 
 
 def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
-    store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
+    store: Store,
+    tmp_path: Path,
+    mountpoint: Path,
+    folder: Path,
+    watch: Watch,
+    make_job: Callable[[Path], Job],
 ) -> None:
-    plain = Job(tmp_path / "plain", data)
+    plain = make_job(tmp_path / "plain")
     expected = plain.run()
     rows = int(expected.split()[0])
     assert rows > 5000
     size = real_bytes(tmp_path / "plain" / "datasets")
 
-    job = Job(folder, data)
+    job = make_job(folder)
     watching = watch("--replace", settle="500ms")
     assert job.run() == expected
     computed = job.calls()
@@ -125,10 +164,10 @@ def test_a_job_that_has_its_cache_mapped_reads_on_while_it_is_replaced(
 
 
 def test_a_changed_function_is_computed_into_the_replaced_cache(
-    store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
+    store: Store, mountpoint: Path, folder: Path, watch: Watch, data: Path, make_job: Callable[[Path], Job]
 ) -> None:
     """New results are written beside the links, and the library's own clean-up removes the links."""
-    job = Job(folder, data)
+    job = make_job(folder)
     job.run()
     watching = watch("--replace", "--mirror", settle="0")
     until_replaced(folder, 3)
