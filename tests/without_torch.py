@@ -36,14 +36,27 @@ def needs_torch(path: Path) -> bool:
     todo = [path, *_packages(path)]
     while todo:
         at = todo.pop()
-        if at in seen:
+        if at in seen or at in _free:
             continue
         seen.add(at)
-        for name in _imported(at):
-            if any(name == needing or name.startswith(f"{needing}.") for needing in _NEEDING):
-                return True
-            todo += _files(name)
+        needs, files = _reached(at)
+        if needs:
+            return True
+        todo += files
+    _free.update(seen)
     return False
+
+
+#: Files of which all that they import is known to need no torch.
+_free: set[Path] = set()
+
+
+@functools.cache
+def _reached(path: Path) -> tuple[bool, tuple[Path, ...]]:
+    """Whether a file itself imports what needs torch, and the files of this project that its imports run."""
+    names = _imported(path)
+    needs = any(name == needing or name.startswith(f"{needing}.") for name in names for needing in _NEEDING)
+    return needs, tuple(file for name in names for file in _files(name))
 
 
 def _packages(path: Path) -> Iterator[Path]:
@@ -54,7 +67,6 @@ def _packages(path: Path) -> Iterator[Path]:
         yield from (folder / name for name in ("__init__.py", "conftest.py") if (folder / name).exists())
 
 
-@functools.cache
 def _imported(path: Path) -> frozenset[str]:
     """Full names of what a file imports when it is imported itself."""
     found: set[str] = set()

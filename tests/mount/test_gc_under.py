@@ -190,7 +190,7 @@ def test_bytes_that_gc_removed_from_under_a_known_digest_are_not_there(store: St
 
 
 def test_gc_soon_knows_of_all_that_a_mount_has_read_however_much(store: Store) -> None:
-    names = [f"many/{number:05}" for number in range(20_000)]
+    names = [f"many/{number:05}" for number in range(16_000)]
     store.put_many((name, name.encode()) for name in names)
     # A single time may be long because the machine stood still.
     assert any(_is_soon_known(store, names) for _ in range(4))
@@ -202,7 +202,7 @@ def _is_soon_known(store: Store, names: list[str]) -> bool:
     with castore_fuse.mounted(store) as root:
         for name in names:
             assert (root / name).read_bytes() == name.encode()
-        # Uses are flushed every five seconds, all at once; a hundred names at each scan would take 20
+        # Uses are flushed every five seconds, all at once; a hundred names at each scan would take 16
         # seconds.
         deadline = time.monotonic() + 12
         while time.monotonic() < deadline:
