@@ -133,6 +133,19 @@ def live(request: pytest.FixtureRequest, store: Store) -> Iterator[Path]:
         yield root
 
 
+def each_with_a_mount(values: dict[str, object]) -> list[object]:
+    """Pairs of a mode of `live` and a value: all values in the first mode, the first one in the other, and the rest
+    of the matrix in `make torture`.
+    """
+    return [
+        pytest.param(
+            mode, value, id=f"{mode}-{name}",
+            marks=[pytest.mark.matrix] if mode == "pinned" and name != next(iter(values)) else [],
+        )
+        for mode in ("default", "pinned") for name, value in values.items()
+    ]  # fmt: skip
+
+
 @contextlib.contextmanager
 def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
     """A Python program of the tests that prints `ready`, and continues on a line on its standard input."""

@@ -16,7 +16,7 @@ from castore.gc import mount_barrier
 from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import mixed, text
-from tests.mount.conftest import forget_pages, until
+from tests.mount.conftest import each_with_a_mount, forget_pages, until
 from tests.torture.kills import after, pause, paused
 
 
@@ -30,7 +30,7 @@ def holds(path: Path, data: bytes) -> bool:
 SIZES = {"shorter": 1000, "as long": 3 * FRAME_SIZE, "longer": 5 * FRAME_SIZE + 17, "empty": 0}
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(("live", "size"), each_with_a_mount({**SIZES}), indirect=["live"])
 def test_repointed_name_shows_and_open_files_keep_their_bytes(live: Path, store: Store, size: int) -> None:
     old, new = mixed(3 * FRAME_SIZE, 1), text(size, 2)
     path = live / "deep" / "er" / "name"
@@ -169,6 +169,7 @@ def test_name_turns_from_file_to_folder_and_back(live: Path, store: Store) -> No
     until(lambda: (live / "x").is_file() and holds(live / "x", b"again"))
 
 
+@pytest.mark.parametrize("live", ["default", pytest.param("pinned", marks=pytest.mark.matrix)], indirect=True)
 def test_thousands_of_names_change_at_once(live: Path, store: Store) -> None:
     names = [f"part-{number % 20}/{number:05d}" for number in range(2000)]
     store.put_many((name, b"old") for name in names)

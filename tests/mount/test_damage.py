@@ -19,7 +19,7 @@ from castore.objects.codecs import FRAME_SIZE
 from castore.objects.frames import read_table
 from castore.repair.doctor import rebuild_index
 from tests.helpers import flip, mixed, noise, payload, text
-from tests.mount.conftest import forget_pages, until
+from tests.mount.conftest import each_with_a_mount, forget_pages, until
 
 DATA = mixed(4 * FRAME_SIZE + 77, 9)
 OTHER = mixed(2 * FRAME_SIZE, 10)
@@ -48,7 +48,11 @@ def quarantined(store: Store) -> list[str]:
     return sorted(path.name[:64] for path in (store.path / "quarantine").iterdir())
 
 
-@pytest.mark.parametrize("codec", ["zstd", "lz4", "gzip", "none"])
+@pytest.mark.parametrize(
+    ("live", "codec"),
+    each_with_a_mount({codec: codec for codec in ("zstd", "lz4", "gzip", "none")}),
+    indirect=["live"],
+)
 def test_flipped_bit_in_an_object_is_an_error_where_it_is(live: Path, store: Store, codec: str) -> None:
     digest = store.put("bad", DATA, codec=codec).digest
     store.put("good", OTHER, codec=codec)
@@ -125,9 +129,18 @@ def test_damaged_page_of_a_map_is_a_bus_error_and_no_byte(store: Store) -> None:
         assert os.WTERMSIG(status) == 7  # SIGBUS
 
 
+DAMAGES = (
+    "digest = 'text'",
+    "digest = x'01'",
+    "size = 'big'",
+    "size = -5",
+    "created = 'now'",
+    "created = 1e300",
+)
+
+
 @pytest.mark.parametrize(
-    "damage",
-    ["digest = 'text'", "digest = x'01'", "size = 'big'", "size = -5", "created = 'now'", "created = 1e300"],
+    ("live", "damage"), each_with_a_mount({damage: damage for damage in DAMAGES}), indirect=["live"]
 )
 def test_row_that_cannot_be_costs_its_own_name_alone(live: Path, store: Store, damage: str) -> None:
     store.put_many((f"a/{number:02}", b"%d" % number) for number in range(40))
@@ -155,6 +168,7 @@ def test_missing_and_truncated_objects_are_errors(live: Path, store: Store) -> N
     assert (live / "whole").read_bytes() == noise(FRAME_SIZE + 4, 4)
 
 
+@pytest.mark.parametrize("live", ["default", pytest.param("pinned", marks=pytest.mark.matrix)], indirect=True)
 def test_broken_index_is_an_error_and_a_rebuilt_one_serves_again(live: Path, store: Store) -> None:
     files = {f"folder-{number % 50}/{number:05d}": text(100, number) for number in range(3000)}
     store.put_many(files.items())

@@ -150,6 +150,7 @@ def test_killed_pinned_mount_holds_nothing(store: Store, mountpoint: Path) -> No
     assert store.stat().mounts == []
 
 
+@pytest.mark.parametrize("live", ["default", pytest.param("pinned", marks=pytest.mark.matrix)], indirect=True)
 def test_small_files_read_right_while_gc_compacts_their_packs(
     live: Path, store: Store, tmp_path: Path
 ) -> None:

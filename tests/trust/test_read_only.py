@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 import castore_fuse
 from castore import Batch, Store, StoreError
+from castore.cli.main import main
 from castore.errors import CastoreError
 from castore.repair import doctor
 from castore_fuse.lifecycle import check_fuse
@@ -184,11 +184,11 @@ def test_damage_is_found_and_reported_though_nothing_is_set_aside(tmp_path: Path
         assert store.get("raw.bin") is None
 
 
-def test_commands_read_it(shown: Path, tmp_path: Path) -> None:
+def test_commands_read_it(shown: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-        command = [sys.executable, "-m", "castore", "--store", str(shown), *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        capfd.readouterr()
+        code = main(["--store", str(shown), *words])
+        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
 
     for words in (
         ["ls", "-l"], ["cat", "data/a.txt"], ["get", "large.bin", "-o", str(tmp_path / "out")], ["stat"],

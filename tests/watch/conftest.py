@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 
 import castore_fuse
 from castore import Store
+from castore.cli.main import main
 from castore.errors import CastoreError
 from castore_fuse import mountpoints
 from castore_fuse.lifecycle import check_fuse
@@ -96,8 +99,14 @@ def castore(store: Path, *words: str | Path) -> list[str]:
 
 
 def run(store: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command to its end: a watcher in a process of its own, others in this one."""
     command = castore(store, *words)
+    if words[0] != "watch":
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            code = main(command[3:])
+        out, err = (stream.buffer.getvalue().decode() for stream in streams)
+        return subprocess.CompletedProcess(command, code, out, err)
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
