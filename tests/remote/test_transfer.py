@@ -26,6 +26,7 @@ from castore.errors import (
 )
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import agrees_with_disk, in_processes, noise
+from tests.remote.nodes import know
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
@@ -71,13 +72,13 @@ def test_a_program_that_pushed_may_fork_and_its_children_pull_and_read(
     store: Store, tmp_path: Path, url: str
 ) -> None:
     store.put("a", noise(300_000))
-    store.add_remote("team", url).push()
+    know(store, "team", url).push()
 
     def work(number: int) -> bytes | None:
         store.put(f"of {number}", b"%d" % number)
         store.push(f"of {number}", to="team")
         with Store(tmp_path / f"of {number}", memory=0) as mine:
-            mine.add_remote("team", url).pull()
+            know(mine, "team", url).pull()
             return mine.get("a")
 
     assert in_processes(3, work, timeout=300) == [noise(300_000)] * 3
@@ -85,9 +86,10 @@ def test_a_program_that_pushed_may_fork_and_its_children_pull_and_read(
 
 
 def test_the_process_ends_with_its_caller_and_the_next_push_goes_on(store: Store, url: str) -> None:
+    bulk = noise(3_000_000)
     for number in range(40):
-        store.put(f"large/{number}", noise(3_000_000, number), codec="none")
-    store.add_remote("team", url)
+        store.put(f"large/{number}", b"%2d" % number + bulk[2:], codec="none")
+    know(store, "team", url)
     program = (
         "import sys; from castore import Store\n"
         "def tell(done, total):\n"
@@ -121,7 +123,7 @@ def children_of(pid: int) -> list[int]:
 
 def test_ctrl_c_ends_the_process_too(store: Store, url: str) -> None:
     store.put("a", noise(50_000_000), codec="none")
-    store.add_remote("team", url)
+    know(store, "team", url)
     others, started = set(children_of(os.getpid())), set[int]()
 
     def interrupt(done: int, total: int) -> None:
@@ -136,9 +138,10 @@ def test_ctrl_c_ends_the_process_too(store: Store, url: str) -> None:
 
 
 def test_a_killed_process_is_an_error_that_says_what_to_do(store: Store, url: str) -> None:
+    bulk = noise(3_000_000)
     for number in range(40):
-        store.put(f"large/{number}", noise(3_000_000, number), codec="none")
-    remote = store.add_remote("team", url)
+        store.put(f"large/{number}", b"%2d" % number + bulk[2:], codec="none")
+    remote = know(store, "team", url)
 
     others = set(children_of(os.getpid()))
 
@@ -156,8 +159,8 @@ def test_what_goes_wrong_in_the_process_is_the_same_error_here(
     store: Store, other: Store, tmp_path: Path, url: str
 ) -> None:
     store.put("a", b"1")
-    store.add_remote("team", url).push()
-    other.add_remote("team", url)
+    know(store, "team", url).push()
+    know(other, "team", url)
     other.put("a", b"2")
     with pytest.raises(ConflictError, match=r"'a' changed both here and in ref 'main'") as caught:
         other.pull(remote="team")
@@ -169,7 +172,7 @@ def test_what_goes_wrong_in_the_process_is_the_same_error_here(
     store.put("large", noise(4_000_000))
     store.push(to="team")
     with Store(tmp_path / "small", max_size="1MB", memory=0) as small:
-        small.add_remote("team", url)
+        know(small, "team", url)
         with pytest.raises(FullError, match="the budget of"):
             small.pull(remote="team")
         assert small.get("large") is None

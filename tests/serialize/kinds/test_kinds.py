@@ -148,10 +148,12 @@ def test_every_adapter_gives_back_any_nesting(adapters: dict[str, RoundTrip], na
     assert same(adapters[name]([value, 1]), [value, 1])
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_find_values_of_every_kind(tmp_path: Path, start: str) -> None:
+@pytest.mark.parametrize(
+    "starts", [("spawn", "fork"), pytest.param(("fork", "spawn"), marks=pytest.mark.matrix)], ids="-".join
+)
+def test_workers_find_values_of_every_kind(tmp_path: Path, starts: tuple[str, str]) -> None:
     with CachedDataset(Numbered(), tmp_path, key="values") as cached:
-        for _ in range(2):
+        for start in starts:
             loader = DataLoader(Checked(cached), batch_size=64, num_workers=1, multiprocessing_context=start)
             assert all(bool(batch.all()) for batch in loader)
         assert cached.hits == cached.misses == len(VALUES)

@@ -269,14 +269,23 @@ def test_classes_of_the_main_module_are_found_by_workers_and_later_runs(
     tmp_path: Path, starts: tuple[str, str]
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    first, second = (_run(["program.py", str(tmp_path), start], tmp_path) for start in starts)
+    first, second = (_run_program(tmp_path, start) for start in starts)
     assert first == second
+
+
+def _run_program(folder: Path, start: str, *, as_module: bool = False) -> str:
+    """What the program prints. Before it forks its worker, it need not import torch itself, which takes a second."""
+    if start == "spawn":
+        return _run([*(["-m", "program"] if as_module else ["program.py"]), str(folder), start], folder)
+    what = "run_module('program'" if as_module else "run_path('program.py'"
+    source = f"import runpy; runpy.{what}, run_name='__main__'{', alter_sys=True' if as_module else ''})"
+    return run(source, folder, start, notes=folder, folder=folder)
 
 
 def test_a_module_that_is_run_and_one_that_is_imported_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    told = _run(["-m", "program", str(tmp_path), "spawn"], tmp_path)
-    assert _run(["-m", "program", str(tmp_path), "fork"], tmp_path) == told
+    told = _run_program(tmp_path, "spawn", as_module=True)
+    assert _run_program(tmp_path, "fork", as_module=True) == told
     read = "import program; from castore import Store; s = Store('store'); print(s.load('scan')); s.close()"
     assert run(read, notes=tmp_path, folder=tmp_path) == told.splitlines(keepends=True)[-1]
 
