@@ -16,6 +16,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.forecast import Piece
 from castore.adapters.datasets.mapped_files import store_locks
+from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, fingerprint_of_key
 from castore.adapters.mapped_check import note_new
 from castore.errors import FullError, NotFoundError, TooLargeError
@@ -126,8 +128,10 @@ def run_by_units(
         note_units: receives the units, before the step is kept.
 
     Returns:
-        None if the input has to be read as a whole: a file cannot be read by itself, or there is no room.
+        None if the input has to be read as a whole: a file cannot be read by itself, or there is no room, of
+        which a `CacheWarning` tells.
     """
+    why = f"gc has taken parts of it {_ATTEMPTS} times"
     with store_locks(store).hold(name):
         if (hit := step_runner.load_step(store, name)) is not None:
             return hit.dataset
@@ -146,12 +150,21 @@ def run_by_units(
                 dataset_entries.put_parts(store, name, {"": part}, options, {**record, **told})
             except NotFoundError:
                 continue  # gc took a block meanwhile
-            except (DependentFileError, NotInBlocksError, FullError, TooLargeError):
+            except DependentFileError:
                 return None
+            except (NotInBlocksError, FullError, TooLargeError):
+                why = "the store has no room for all of them"
+                break
             finally:
                 scratch.remove(work)
             if (outcome := step_runner.load_step(store, name)) is not None:
                 return outcome.dataset
+    warnings.warn(
+        f"the files of the input {name!r} are read together, so a change of one reads all of them again: "
+        f"{why}; make room, or set a larger max_size",
+        CacheWarning,
+        stacklevel=4,
+    )
     return None
 
 
