@@ -67,6 +67,8 @@ def _main(
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(1)
+    # A new program starts processes as Python does by itself, not as this one was started.
+    multiprocessing.set_start_method(None, force=True)
     sys.argv = ["-c", *arguments]
     sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.modules["__main__"] = main = types.ModuleType("__main__")

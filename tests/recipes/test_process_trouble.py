@@ -180,13 +180,15 @@ ENDINGS = [
 @pytest.mark.parametrize(
     ("number", "to_all", "code", "words", "step"),
     [
-        *[(*ending, "my_ops.tells") for ending in ENDINGS],
-        # A step of another kind has its workers from the same place: the first and the last ending say so.
+        # Each signal, to all and to the run alone. A step of another kind has its workers from the same place: the
+        # first ending says so.
         *[
-            pytest.param(
-                *ending, "my_ops.Tells", marks=[pytest.mark.matrix] if ending in ENDINGS[1:-1] else []
-            )
-            for ending in ENDINGS
+            pytest.param(*ending, "my_ops.tells", marks=[pytest.mark.matrix] * (at in (1, 3)))
+            for at, ending in enumerate(ENDINGS)
+        ],
+        *[
+            pytest.param(*ending, "my_ops.Tells", marks=[pytest.mark.matrix] * (at > 0))
+            for at, ending in enumerate(ENDINGS)
         ],
     ],
 )
@@ -239,6 +241,7 @@ def test_sigterm_leaves_what_is_done_of_a_run_without_workers(
     assert (place / "marks").stat().st_size == rows
 
 
+_KILLS = 3 if os.environ.get("CASTORE_TORTURE") == "long" else 2
 SLOW = ["my_ops.slow", {"text_length_filter": {"min_len": 100}}, "my_ops.slower", "document_deduplicator"]
 
 
@@ -251,7 +254,7 @@ def test_runs_killed_at_random_points_come_to_the_same_end(
     rows.touch()
     # The points are rows of one of the two slow steps. A killed step runs again, so each run comes to its
     # point.
-    for _ in range(3):
+    for _ in range(_KILLS):
         more = rows.stat().st_size + chance.randrange(1, 150)
         start = castore("process", "--config", path, "--json")
         until(lambda more=more, start=start: rows.stat().st_size >= more or start.poll() is not None)

@@ -129,9 +129,10 @@ def plainly(data: datasets.Dataset, least: int = 3000) -> datasets.Dataset:
 
 def texts() -> datasets.Dataset:
     """The standard library's sources, some of them twice."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:90]
     files += files[20:30]
-    text = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+    # Operators take longer for longer texts, and the filters look at the first thousands of letters.
+    text = [path.read_text(encoding="utf-8", errors="replace")[:12_000] for path in files]
     return datasets.Dataset.from_dict({"text": text, "name": [path.name for path in files]})
 
 

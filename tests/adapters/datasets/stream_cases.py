@@ -20,7 +20,7 @@ from castore import Store
 from castore.adapters.datasets import cached_filter, cached_map
 from tests.adapters.datasets.noting import log
 
-ROWS = 90
+ROWS = 66
 
 #: A step: given a stream, "map" or "filter", a function and its arguments, the stream behind it.
 Step = Callable[..., Any]

@@ -333,7 +333,7 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=300 if _LONG else 15,
+    max_examples=300 if _LONG else 8,
     stateful_step_count=40 if _LONG else 20,
     deadline=None,
     derandomize=not _LONG,

@@ -17,7 +17,7 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from tests.adapters.datasets.small_blocks import small_blocks, told
 
 STATS = "__dj__stats__"
-COUNT, MORE = 1900, 60
+COUNT, MORE = 1500, 60
 #: Bytes and rows of a block. A pipeline writes 1,000 rows at a time, so its first block has as many.
 BYTES, ROWS = 6400, 100
 
@@ -48,7 +48,7 @@ def rows(count: int) -> datasets.Dataset:
     """Texts, some of them equal."""
     return datasets.Dataset.from_dict(
         {
-            "text": [f"{n % 1500} " + "word " * (n * 7 % 11) for n in range(count)],
+            "text": [f"{n % 1200} " + "word " * (n * 7 % 11) for n in range(count)],
             "number": list(range(count)),
             "tags": [None if n % 7 == 0 else [{"b": n, "a": "x"}] * (n % 3) for n in range(count)],
         }
@@ -145,7 +145,7 @@ class Fails:
 
     def process(self, sample: dict[str, Any]) -> dict[str, Any]:
         ran()
-        return {"n": 1 // (sample["number"] - 1777)}
+        return {"n": 1 // (sample["number"] - 1377)}
 
 
 OPERATORS: dict[str, Callable[[], list[Any]]] = {
@@ -202,7 +202,7 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     data = rows(COUNT)
     Pipeline(operators, store=store).run(data)
     Ran.rows = 0
-    less = data.select([n for n in range(COUNT) if n != 1400])
+    less = data.select([n for n in range(COUNT) if n != 1250])
     result = Pipeline(operators, store=store).run(less)
     assert 0 < Ran.rows < 6 * 12 * ROWS
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)

@@ -22,7 +22,7 @@ from tests.adapters.embeddings.models import (
     loader,
 )
 from tests.adapters.embeddings.test_outputs import Tokens
-from tests.adapters.embeddings.test_ranks import HERE, TWO, run
+from tests.adapters.embeddings.test_ranks import HERE, TORCHRUN, TWO, run
 
 CPU = torch.device("cpu")
 WHOLE = CacheConfig(cache_type=CacheType.GPU)
@@ -62,7 +62,7 @@ def test_a_split_needs_a_process_group(store: Store) -> None:
 
 
 def test_ranks_hold_a_half_each_and_look_up_in_both(tmp_path: Path) -> None:
-    run([*TWO[:-1], str(HERE / "split_job.py")], tmp_path)
+    run(TORCHRUN, tmp_path, *TWO, str(HERE / "split_job.py"), str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
 
 

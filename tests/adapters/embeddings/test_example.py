@@ -15,7 +15,7 @@ from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, c
 from tests.adapters.embeddings.minilm import Agreement, Digits
 from tests.adapters.embeddings.models import losses
 
-COUNT, BATCH = 48, 16
+COUNT, BATCH = 24, 8
 PLACES = {"text_encoder": (0, "text"), "image_encoder": (0, "image")}
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -107,7 +107,11 @@ def _cell(cell: Cell) -> Any:
     return pytest.param(cell, id=str(cell), marks=marks)
 
 
-@pytest.fixture(params=[*map(_cell, CELLS)])
+#: All of them, as parameters.
+CELL_PARAMS = [*map(_cell, CELLS)]
+
+
+@pytest.fixture(params=CELL_PARAMS)
 def cell(request: pytest.FixtureRequest, no_leftovers: None) -> Cell:
     """Each way of running workers in turn."""
     found = request.param

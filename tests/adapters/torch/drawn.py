@@ -69,3 +69,16 @@ class Shared(Dataset[dict[str, Any]]):
 
     def close(self) -> None:
         self.cache.close()
+
+
+class Holder(Dataset[int]):
+    """A dataset that has a cache."""
+
+    def __init__(self, cache: SharedCache) -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __getitem__(self, index: int) -> int:
+        return index

@@ -113,15 +113,23 @@ def molecule(index: int) -> dict[str, torch.Tensor]:
 # --- loaders ------------------------------------------------------------------------------------------------
 
 
-SOME_CELLS = pytest.mark.parametrize(
-    "cell", [Cell("fork", 0), Cell("fork", 2), Cell("spawn", 1, True)], ids=str, indirect=True
-)
+# What a spawned worker gets is pickled, as for one of a fork server, which need not import torch.
+_CELLS = [Cell("fork", 0), Cell("fork", 2), Cell("forkserver", 1, True)]
+_SPAWN = Cell("spawn", 1, True)
 FEW_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-@SOME_CELLS
 @FEW_CORES
-@pytest.mark.parametrize("kind", [MyDataset, Batched])
+@pytest.mark.parametrize(
+    ("kind", "cell"),
+    [
+        *((kind, cell) for kind in (MyDataset, Batched) for cell in _CELLS),
+        (Batched, _SPAWN),
+        pytest.param(MyDataset, _SPAWN, marks=pytest.mark.matrix),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+    indirect=["cell"],
+)
 def test_stocachings_example_runs_with_only_the_import_changed_and_in_batches(
     tmp_path: Path, kind: type[MyDataset], check_epochs: Callable[..., None]
 ) -> None:
@@ -130,8 +138,10 @@ def test_stocachings_example_runs_with_only_the_import_changed_and_in_batches(
     assert dataset.loads == list(range(N)), "each sample is loaded once, by whichever process"
 
 
-@SOME_CELLS
 @FEW_CORES
+@pytest.mark.parametrize(
+    "cell", [*_CELLS, pytest.param(_SPAWN, marks=pytest.mark.matrix)], ids=str, indirect=True
+)
 def test_ragged_samples_reach_the_loader_from_every_worker(check_epochs: Callable[..., None]) -> None:
     dataset = Molecules()
     check_epochs(dataset, [molecule(index) for index in range(N)], batch_size=1)
@@ -273,7 +283,7 @@ def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """A script for each start method. All run at once: each waits for seconds until its worker has gone."""
     script = (
         "import torch; from castore.adapters.torch import SharedCache\nfrom torch.utils.data import "
-        "DataLoader\nfrom tests.adapters.torch.test_shared_processes import Holder\nif __name__ == "
+        "DataLoader\nfrom tests.adapters.torch.drawn import Holder\nif __name__ == "
         "'__main__':\n    holder = Holder(SharedCache('1MB', 10, (10,)))\n    loader = DataLoader(holder, "
         "num_workers=1, persistent_workers=True, multiprocessing_context='{start}')\n    assert "
         "len(list(loader)) == 10\n    print(holder.cache._arena.name)\n"
@@ -298,19 +308,6 @@ def test_a_script_that_ends_with_the_workers_of_a_persistent_loader_alive_leaves
     out, err = scripts[start].communicate(timeout=120)
     assert (scripts[start].returncode, err) == (0, "")
     assert not path_of(out.strip()).exists()
-
-
-class Holder(Dataset[int]):
-    """A dataset that has a cache."""
-
-    def __init__(self, cache: SharedCache) -> None:
-        self.cache = cache
-
-    def __len__(self) -> int:
-        return len(self.cache)
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 # --- ranks --------------------------------------------------------------------------------------------------

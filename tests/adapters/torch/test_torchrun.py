@@ -17,6 +17,7 @@ import pytest
 
 from castore.shm.free_space import SHM
 from castore.shm.segments import is_alive, path_of
+from tests.adapters import programs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -24,26 +25,30 @@ ROOT = HERE.parents[2]
 
 # Ranks that torchrun forks have torch from it: each that it starts with a program imports it for a second.
 _FORKED = ("--run-path", "--start-method=fork")
+#: What the command `torchrun` does.
+_TORCHRUN = "from torch.distributed.run import main\nmain()"
 
 
 def torchrun(
+    folder: Path,
     *arguments: str,
     nproc: int = 2,
     launch: tuple[str, ...] = ("--standalone",),
     ranks: tuple[str, ...] = _FORKED,
-) -> list[str]:
-    """The command line."""
-    run = [sys.executable, "-m", "torch.distributed.run"]
-    return [*run, *launch, *ranks, f"--nproc-per-node={nproc}", *arguments]
-
-
-def environment() -> dict[str, str]:
+    **variables: str,
+) -> programs.Program:
+    """Starts it in a folder."""
+    words = (*launch, *ranks, f"--nproc-per-node={nproc}", *arguments)
     # One thread a process: two cores are shared by all ranks and workers.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    return programs.Program(_TORCHRUN, *words, notes=folder, folder=folder, environment=environment)
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+def run(program: programs.Program) -> tuple[str, str]:
+    """Wait for a program, which must end well: what it wrote to stdout and to stderr."""
+    code, out, err = program.end(300)
+    assert code == 0, err
+    return out, err
 
 
 class Job:
@@ -128,9 +133,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     for workers, group in sorted(_RANKS, key=lambda job: job[1]):  # those without a group first
         jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
     options = json.dumps([job.options for job in jobs.values()])
-    done = run(torchrun(str(HERE / "lazy_job.py"), options, ranks=()), folder)
-    assert done.returncode == 0, done.stderr
-    return Jobs(jobs, done.stderr, dead_segments(*jobs.values()))
+    _, stderr = run(torchrun(folder, str(HERE / "lazy_job.py"), options, ranks=()))
+    return Jobs(jobs, stderr, dead_segments(*jobs.values()))
 
 
 @pytest.mark.parametrize(("workers", "group"), _RANKS)
@@ -159,19 +163,15 @@ def test_ranks_of_a_node_fill_its_cache_once_together(together: Jobs, mode: str,
         assert 20 < stats["memory"][0] < 80
 
 
-def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(tmp_path: Path) -> None:
     killed = Job(tmp_path / "killed", kill=[1, 1], workers=1, group=True)
     # Killed workers leave folders of sockets behind, whose paths would be too long below `tmp_path`.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as sockets, monkeypatch.context() as patch:
-        patch.setenv("TMPDIR", sockets)
-        done = run(torchrun(*killed.arguments), tmp_path)
-    assert done.returncode != 0
-    assert "Signal 9" in done.stderr or "SIGKILL" in done.stderr
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as sockets:
+        code, _, stderr = torchrun(tmp_path, *killed.arguments, TMPDIR=sockets).end(300)
+    assert code == 1
+    assert "Signal 9" in stderr or "SIGKILL" in stderr
     job = Job(tmp_path / "again", workers=1, group=True)
-    done = run(torchrun(*job.arguments), tmp_path)
-    assert done.returncode == 0, done.stderr
+    run(torchrun(tmp_path, *job.arguments))
     check_one_fill(job)
     assert len(killed.pids()) >= 2 <= len(job.pids())
     assert not dead_segments(killed, job)
@@ -182,15 +182,12 @@ def test_nodes_tell_each_other_their_room(tmp_path: Path) -> None:
     job = Job(tmp_path / "out", group=True, balance="room", memory=["10MB", "30MB"], n=100)
     port = str(20000 + os.getpid() % 10000)
     launch = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
-    commands = [
-        torchrun(*job.arguments, nproc=1, launch=(*launch, f"--node-rank={node}")) for node in range(2)
+    nodes = [
+        torchrun(tmp_path, *job.arguments, nproc=1, launch=(*launch, f"--node-rank={node}"))
+        for node in range(2)
     ]
-    running = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], errors
+    for node in nodes:
+        run(node)
     check_epochs(job)
     # 10 MB on disk each, beside 10 and 30 MB in memory.
     shares = [len(json.loads((job.out / f"epoch0-{rank}.json").read_text())) for rank in range(2)]
@@ -198,26 +195,37 @@ def test_nodes_tell_each_other_their_room(tmp_path: Path) -> None:
 
 
 def test_the_example_for_one_process_is_faster_from_the_second_epoch_on(tmp_path: Path) -> None:
-    example = [sys.executable, str(ROOT / "docs/examples/single.py"), "--cache", "cache"]
+    run_example = "import runpy, sys\ndel sys.argv[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    words = (ROOT / "docs/examples/single.py", "--cache", "cache")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     outputs = []
     for _ in range(2):
-        done = run(example, tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        outputs.append(done.stdout.splitlines())
+        program = programs.Program(
+            run_example, *words, notes=tmp_path, folder=tmp_path, environment=environment
+        )
+        out, err = run(program)
+        assert err == ""
+        outputs.append(out.splitlines())
     assert "0 samples from RAM, 0 from disk, 400 read" in outputs[0][0]
     assert all("0 read" in line for line in outputs[0][1:] + outputs[1])
 
 
 def test_the_example_for_several_ranks_stops_and_goes_on(tmp_path: Path) -> None:
     example = (str(ROOT / "docs/examples/ddp.py"), "--cache", "cache", "--checkpoint", "run.pt")
-    done = run(torchrun(*example, "--epochs", "2"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "epoch 0" in done.stdout
-    assert "epoch 1" in done.stdout
-    assert "; 0 samples read" in done.stdout.splitlines()[-1]
-    done = run(torchrun(*example, "--epochs", "3", nproc=1), tmp_path)
-    assert done.returncode == 0, done.stderr
+    # Commands of their own, as a user types them.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *_FORKED]
+    outputs = []
+    for ranks, epochs in ((2, 2), (1, 3)):
+        done = subprocess.run(
+            [*command, f"--nproc-per-node={ranks}", *example, f"--epochs={epochs}"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "epoch 0" in outputs[0]
+    assert "epoch 1" in outputs[0]
+    assert "; 0 samples read" in outputs[0].splitlines()[-1]
     # The epoch that was finished has nothing left; the next one finds on disk what both ranks read.
-    assert "epoch 2" in done.stdout
-    assert "; 0 samples read" in done.stdout.splitlines()[-1]
+    assert "epoch 2" in outputs[1]
+    assert "; 0 samples read" in outputs[1].splitlines()[-1]
