@@ -22,7 +22,7 @@ from castore.adapters.datasets import Pipeline, cached_map, wait
 from tests.adapters.datasets.small_blocks import small_blocks, told
 
 #: Rows of the input, and bytes and rows of a block.
-COUNT, BYTES, ROWS = 3000, 8192, 100
+COUNT, BYTES, ROWS = 5000, 8192, 100
 
 
 class Ran:

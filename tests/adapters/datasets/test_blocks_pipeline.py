@@ -88,7 +88,7 @@ class OtherStats:
 
     def process(self, sample: dict[str, Any]) -> bool:
         ran()
-        return bool((sample[STATS]["share"] or 0) < 550)
+        return bool((sample[STATS]["share"] or 0) < 430)
 
 
 class Batched:

@@ -14,7 +14,7 @@ def test_five_steps_run_again_changed_edited_killed_and_resumed_give_what_plain_
     tmp_path: Path,
 ) -> None:
     seed = random.randrange(10**9)
-    found = list(longrun.stages(tmp_path, tmp_path / "corpus", 400_000, random.Random(seed)))
+    found = list(longrun.stages(tmp_path, tmp_path / "corpus", 1_000_000, random.Random(seed)))
     wrong = [stage for stage in found if not (stage.equal and stage.as_wanted)]
     assert len(found) == 10
     assert not wrong, f"killed as random.Random({seed}) says: {wrong}"
