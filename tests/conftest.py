@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from castore import Store
+from tests.helpers import LONG
 
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
 # inherits that.
@@ -24,21 +25,20 @@ settings.register_profile("castore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("castore")
 
 _ENVIRON = os.environ
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
 _LONG_TIMEOUT = 1800  # seconds
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the rest of each matrix to `make torture`, which also gives its tests more time."""
-    left_out = [] if _LONG else [item for item in items if item.get_closest_marker("matrix")]
+    left_out = [] if LONG else [item for item in items if item.get_closest_marker("matrix")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     for item in items:
         if "torture" in item.path.parts:
             item.add_marker(pytest.mark.torture)
-            if _LONG and item.get_closest_marker("timeout") is None:
+            if LONG and item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(_LONG_TIMEOUT))
 
 

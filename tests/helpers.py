@@ -23,6 +23,9 @@ from castore import Store
 from castore.objects.packs import PackRecord, scan
 from castore.records import HEAD_SIZE, LOOSE
 
+#: Whether this is the long form, which `make torture` runs of tests that are marked so.
+LONG = os.environ.get("CASTORE_TORTURE") == "long"
+
 _WORDS = [b"frame", b"blob", b"digest", b"seek", b"table", b"epoch", b"shard", b"token", b"sample", b"rank"]
 
 T = TypeVar("T")

@@ -22,9 +22,9 @@ import pytest
 from castore import Store
 from castore.cli.commands import COMMANDS, command
 from tests.cli.conftest import Cli
+from tests.helpers import LONG
 
 Start = Callable[..., subprocess.Popen[bytes]]
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
 NO_TEXT = os.fsdecode(b"\xff\xfe")
 NAME = "na\u00efve-\u540d.txt"
 #: Arguments with which each command works on the store of these tests.
@@ -216,6 +216,7 @@ def _signals_are_heeded() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.torture
 @pytest.mark.usefixtures("_signals_are_heeded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
 def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
@@ -225,7 +226,7 @@ def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
     slow.write_bytes(os.urandom(1 << 20) * 64)
     Store(folder).close()
     # Python's own first milliseconds are not castore's to change.
-    steps = (12, 60) if _LONG else (36, 84)
+    steps = (12, 60) if LONG else (36, 84)
     for delay in range(0, 300, steps[number != signal.SIGINT]):
         process = castore("add", slow, "--codec", "gzip", env={"PYTHONPROFILEIMPORTTIME": "1"})
         begun = _loading(process)

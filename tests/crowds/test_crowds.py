@@ -19,12 +19,10 @@ import pytest
 from castore import Store
 from castore.index.beacon import Beacon
 from castore.objects.codecs import FRAME_SIZE
-from tests.helpers import agrees_with_disk, in_processes, mixed, noise, text
+from tests.helpers import LONG, agrees_with_disk, in_processes, mixed, noise, text
 from tests.torture.kills import after, before, pause, paused
 
 METHODS = ["fork", "forkserver", "spawn"]
-
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
 
 
 @pytest.fixture(params=[0, "64MB"], ids=["disk", "memory"])
@@ -288,9 +286,10 @@ def test_what_does_not_validate_is_computed_again_once(store: Store) -> None:
 # Noticing the changes of other processes
 
 
+@pytest.mark.torture
 def test_a_name_repointed_elsewhere_is_seen_by_who_has_it_in_memory(tmp_path: Path) -> None:
     with Store(tmp_path / "store", memory="64MB") as reader:
-        for version in range(20 if _LONG else 8):
+        for version in range(20 if LONG else 8):
             in_processes(
                 1,
                 lambda _, version=version: reader.put("a", b"version %d" % version),  # type: ignore[misc]

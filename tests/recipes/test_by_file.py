@@ -27,10 +27,9 @@ from castore.adapters.datasets.source_units import UNITS_FOLDER
 from castore.errors import InvalidValueError
 from castore.recipes import Recipe, by_file, file_reader, mixture, runner, sources
 from tests.adapters.datasets.small_blocks import small_blocks, told
-from tests.helpers import flip, payload
+from tests.helpers import LONG, flip, payload
 
 ROOT = Path(__file__).parents[2]
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
 Row = dict[str, Any]
 
 
@@ -234,8 +233,9 @@ FILES = st.lists(
 )
 
 
+@pytest.mark.torture
 @settings(
-    max_examples=60 if _LONG else 25,
+    max_examples=60 if LONG else 25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -265,7 +265,8 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=25 if _LONG else 10, deadline=None)
+@pytest.mark.torture
+@settings(max_examples=25 if LONG else 10, deadline=None)
 @given(EDITS)
 def test_any_edits_of_a_folder_read_new_content_alone(
     tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[str, int, int]]

@@ -17,7 +17,7 @@ import pytest
 
 from castore import Store
 from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fixtures
-from tests.helpers import flip, payload
+from tests.helpers import LONG, flip, payload
 from tests.recipes.recipes import exported, hits, recipe
 
 # Failures
@@ -241,10 +241,11 @@ def test_sigterm_leaves_what_is_done_of_a_run_without_workers(
     assert (place / "marks").stat().st_size == rows
 
 
-_KILLS = 3 if os.environ.get("CASTORE_TORTURE") == "long" else 2
+_KILLS = 3 if LONG else 2
 SLOW = ["my_ops.slow", {"text_length_filter": {"min_len": 100}}, "my_ops.slower", "document_deduplicator"]
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("mode", ["use_cache", "use_checkpoint"])
 def test_runs_killed_at_random_points_come_to_the_same_end(
     place: Path, castore: Callable[..., subprocess.Popen[bytes]], cli: Cli, mode: str  # noqa: F811

@@ -19,11 +19,9 @@ from castore.remote.keys import object_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
 from castore.write.writer import BlobWriter
-from tests.helpers import agrees_with_disk, in_small_process, noise, text
+from tests.helpers import LONG, agrees_with_disk, in_small_process, noise, text
 from tests.remote.conftest import Node
 from tests.shm.forks import forked
-
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
 
 
 class Deadly:
@@ -89,6 +87,7 @@ def digests(node: Node) -> dict[str, bytes]:
     return {entry.name: bytes.fromhex(entry.digest) for entry in node.store.entries()}
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_push_killed_at_any_call_names_nothing_that_is_missing_and_the_next_one_goes_on(
     after: bool, tmp_path: Path
@@ -98,7 +97,7 @@ def test_a_push_killed_at_any_call_names_nothing_that_is_missing_and_the_next_on
 
 def _kill_pushes(folder: Path, after: bool) -> None:
     # The quick form kills before every other call, and after those between.
-    for call in itertools.count(after, 1 if _LONG else 2):
+    for call in itertools.count(after, 1 if LONG else 2):
         place = folder / str(call)
         bucket = FolderBucket(place / "bucket")
         one = Node(place / "one", bucket)
@@ -133,6 +132,7 @@ def _kill_pushes(folder: Path, after: bool) -> None:
             return
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_pull_killed_at_any_call_or_commit_leaves_a_sound_store_and_the_next_one_goes_on(
     after: bool, tmp_path: Path
@@ -148,7 +148,7 @@ def _kill_pulls(folder: Path, after: bool) -> None:
     wanted = one.contents()
     one.close()
     left_something = 0
-    for call in itertools.count(after, 1 if _LONG else 2):
+    for call in itertools.count(after, 1 if LONG else 2):
         place = folder / str(call)
 
         def pull(place: Path = place, call: int = call) -> None:

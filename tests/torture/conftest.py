@@ -13,13 +13,11 @@ from typing import TypeVar
 
 import pytest
 
+from tests.helpers import LONG
 from tests.mount.conftest import mountpoint  # noqa: F401 (a fixture)
 from tests.torture.victims import exerciser, make_victim
 
 _T = TypeVar("_T")
-
-#: Whether this is the long form.
-LONG = os.environ.get("CASTORE_TORTURE") == "long"
 
 
 @pytest.fixture(scope="session", autouse=True)

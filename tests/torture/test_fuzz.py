@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.torture.conftest import LONG
+from tests.helpers import LONG
 from tests.torture.fuzzing import TARGETS, feed, seeds
 
 Figure = Callable[[str], None]

@@ -26,8 +26,7 @@ from castore.index.journal import pack_record
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.frames import build_trailer
 from castore.records import entry_check
-from tests.helpers import noise
-from tests.torture.conftest import LONG
+from tests.helpers import LONG, noise
 from tests.torture.victims import BOUND, exercise
 
 Figure = Callable[[str], None]

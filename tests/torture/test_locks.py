@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from castore import Store
-from tests.helpers import agrees_with_disk, in_processes, text
+from tests.helpers import LONG, agrees_with_disk, in_processes, text
 from tests.torture import test_readers, test_windows
-from tests.torture.conftest import LONG
 from tests.torture.crowd import crowd
 from tests.torture.random_kills import kill_at_random
 from tests.torture.windows import WINDOWS, Window

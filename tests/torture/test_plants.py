@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torture.conftest import LONG
+from tests.helpers import LONG
 from tests.torture.victims import exercise, place_of
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from castore.adapters.datasets import DatasetCache
 from castore.adapters.embeddings import CachedEncoder, EmbeddingCache
 from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset, SharedCache
 from castore.adapters.tree import DiskCache, MemoryCache, TreeCacheManager
+from tests.helpers import LONG
 from tests.serialize.test_serializers import same
 
 
@@ -381,15 +381,13 @@ PLACES: dict[str, tuple[Callable[[Path], Place], Any]] = {
 _PASSING = {"SharedCache", "CachedEncoder"}
 
 
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
-
-
+@pytest.mark.torture
 @pytest.mark.parametrize("name", PLACES)
 def test_nothing_that_a_caller_does_changes_what_is_kept(name: str, tmp_path: Path) -> None:
     open_place, values = PLACES[name]
     folders = (tmp_path / str(number) for number in itertools.count())
 
-    @settings(max_examples=50 if _LONG else 5, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=50 if LONG else 8, suppress_health_check=list(HealthCheck))
     @given(value=values)
     def check(value: Any) -> None:
         expected, folder = copy.deepcopy(value), next(folders)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from tools.bench import recipe, texts
 from tools.bench.textrun import Process, Ran
 
 STEPS = 5
+#: What keeps the results of steps.
+WAYS = ("cache", "checkpoint")
 _RECIPE = "text"
 # Parts of an uninterrupted run: earlier there is nothing to resume, later nothing left to do.
 _KILLED = (0.25, 0.9)
@@ -56,7 +58,9 @@ class Stage(NamedTuple):
         return len(hits) == STEPS and hits == sorted(hits, reverse=True)
 
 
-def stages(work: Path, corpus: Path, size: int, rng: random.Random) -> Iterator[Stage]:
+def stages(
+    work: Path, corpus: Path, size: int, rng: random.Random, ways: Sequence[str] = WAYS
+) -> Iterator[Stage]:
     """Run the stages one after the other.
 
     Args:
@@ -64,6 +68,7 @@ def stages(work: Path, corpus: Path, size: int, rng: random.Random) -> Iterator[
         corpus: the folder of the texts, which are made if they are missing.
         size: bytes of text.
         rng: chooses the moments of the kills.
+        ways: what keeps results, of `WAYS`.
     """
     saved = texts.saved(corpus, size)
     theirs, ours = texts.copy(saved, work / "plain"), texts.copy(saved, work / "input")
@@ -77,7 +82,7 @@ def stages(work: Path, corpus: Path, size: int, rng: random.Random) -> Iterator[
         ran = Process(way, _RECIPE, third, ours, work / way).end()
         return Stage(name, ran, plain[third], "; ".join(ran.warned), wanted)
 
-    for way in ("cache", "checkpoint"):
+    for way in ways:
         begun = stage(f"{way}: first run", way, first, [False] * STEPS)
         yield begun
         yield stage(f"{way}: run again", way, first, [True] * STEPS)

@@ -25,10 +25,9 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.table_digest import table_digest
 from tests.adapters.datasets.small_blocks import small_blocks, told
-from tests.helpers import flip, payload
+from tests.helpers import LONG, flip, payload
 
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800 if _LONG else 600)]
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800 if LONG else 600)]
 #: Rows that are written at a time, so that the types of a result follow from so many.
 _FIRST = 16
 _BATCH = 7
@@ -333,10 +332,10 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=300 if _LONG else 8,
-    stateful_step_count=40 if _LONG else 20,
+    max_examples=300 if LONG else 8,
+    stateful_step_count=40 if LONG else 20,
     deadline=None,
-    derandomize=not _LONG,
+    derandomize=not LONG,
     suppress_health_check=list(HealthCheck),
 )
 TestEdits = Edits.TestCase

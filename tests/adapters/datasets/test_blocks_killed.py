@@ -21,9 +21,10 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from tests.adapters.datasets import blocks_job
 from tests.adapters.datasets.blocks_job import COUNT, ROWS
 from tests.adapters.datasets.small_blocks import told
+from tests.helpers import LONG
 
 ROOT = Path(__file__).parents[3]
-_KILLS = 50 if os.environ.get("CASTORE_TORTURE") == "long" else 6
+_KILLS = 50 if LONG else 6
 #: Rows of a first block, from which a pipeline learns the types, and of any other, at most.
 _FIRST, _MOST = 1000 + 4 * ROWS, 4 * ROWS
 

@@ -120,7 +120,7 @@ def test_workers_of_a_loader_that_is_broken_off_leave_their_rows(store: Store, n
 
 @pytest.mark.usefixtures("_small_blocks")
 def test_a_killed_worker_loses_a_block_at_most(store: Store, notes: Notes) -> None:
-    notes.kill = 101
+    notes.kill = 401
     with pytest.raises(RuntimeError, match="worker"):
         told(DataLoader(kept(store, notes), batch_size=7, num_workers=2))
     notes.kill = None

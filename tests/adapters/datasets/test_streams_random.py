@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import random
 import tempfile
 from pathlib import Path
@@ -25,10 +24,9 @@ from castore.adapters.datasets import call_blocks
 from castore.adapters.datasets.call_blocks import CALLS_FOLDER, keep_left_over
 from tests.adapters.datasets import stream_cases
 from tests.adapters.datasets.stream_cases import STEPS, Step, cached, plain, ran, told
-from tests.helpers import flip, payload
+from tests.helpers import LONG, flip, payload
 
-_LONG = os.environ.get("CASTORE_TORTURE") == "long"
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800 if _LONG else 600)]
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800 if LONG else 600)]
 
 #: Steps that give the columns back that they take, so that a chain of them has them all.
 CHAINED = ["map", "keywords", "itself", "odd", "indices", "columns", "filter", "filter batches"]
@@ -174,10 +172,10 @@ class Streams(RuleBasedStateMachine):
 
 
 Streams.TestCase.settings = settings(
-    max_examples=400 if _LONG else 20,
-    stateful_step_count=20 if _LONG else 10,
+    max_examples=400 if LONG else 20,
+    stateful_step_count=20 if LONG else 10,
     deadline=None,
-    derandomize=not _LONG,
+    derandomize=not LONG,
     suppress_health_check=list(HealthCheck),
 )
 
