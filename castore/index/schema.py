@@ -1,8 +1,8 @@
-"""The index's tables, as migrations of sqlite-utils.
+"""The index's tables: made at once in a new index, brought up to date by migrations of sqlite-utils in an
+older one.
 
-sqlite-utils is imported only when an index is made or is older than this code: its import takes a third of a
-second. A new version of the schema is a new migration at the end and a higher SCHEMA_VERSION. No migration is
-ever changed.
+sqlite-utils is imported only for an older index: where pandas is installed, it imports pandas, which takes
+half a second. A new version of the schema is a new migration at the end. No migration is ever changed.
 
 SQLite keeps no checksums of its pages, so each entry keeps one (`checked`, `records.entry_check`): a flipped
 bit must not give one name another's bytes. Some values are derived from other rows: how many entries name a
@@ -21,9 +21,6 @@ from castore.records import HEAD_SIZE
 
 if TYPE_CHECKING:
     from sqlite_utils import Database
-
-#: `PRAGMA user_version` of an index that has all the migrations below.
-SCHEMA_VERSION = 4
 
 # Existing indexes hold these texts word for word: a backslash ends a line that goes on.
 _TABLES = """
@@ -69,6 +66,12 @@ CREATE TABLE places (
 CREATE UNIQUE INDEX origins_object ON origins (object, remote);
 CREATE INDEX places_origin ON places (origin, offset);
 """
+#: Names and statements of the migrations. The first is that to version 1.
+_MIGRATIONS = (
+    ("tables", _TABLES), ("released", _RELEASED_TABLE), ("dead", _DEAD_COLUMNS), ("places", _PLACES_TABLES),
+)  # fmt: skip
+#: `PRAGMA user_version` of an index that has all of them.
+SCHEMA_VERSION = len(_MIGRATIONS)
 
 
 def find_mismatch(connection: sqlite3.Connection) -> str | None:
@@ -94,7 +97,7 @@ def find_mismatch(connection: sqlite3.Connection) -> str | None:
 def _expected_statements() -> dict[str, str]:
     """The CREATE statement of each table and index, by name."""
     known: dict[str, str] = {}
-    for statement in _statements(_TABLES + _RELEASED_TABLE + _DEAD_COLUMNS + _PLACES_TABLES):
+    for statement in _statements("".join(script for _, script in _MIGRATIONS)):
         text = statement.strip().removesuffix(";")
         match text.split(maxsplit=3):
             case ["CREATE", "UNIQUE", _, rest]:
@@ -116,11 +119,6 @@ def _statements(script: str) -> list[str]:
     return statements
 
 
-def _run(db: Database, script: str) -> None:
-    for statement in _statements(script):
-        db.execute(statement)
-
-
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring an index, new or old, to SCHEMA_VERSION. Safe against another process doing the same."""
     # One write transaction covers the check and the migrations: else two processes would both find the tables
@@ -137,25 +135,33 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 def apply_migrations(connection: sqlite3.Connection) -> None:
     """`migrate` within the transaction that the caller has begun."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if version == SCHEMA_VERSION:
+        return  # another process was faster
+    if tables:
+        _bring_up_to_date(connection, version)
+    else:
+        for _, script in _MIGRATIONS:
+            _run(connection, script)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _bring_up_to_date(connection: sqlite3.Connection, version: int) -> None:
     from sqlite_utils import Database, Migrations
 
     migrations = Migrations("castore")
+    for number, (name, script) in enumerate(_MIGRATIONS, start=1):
 
-    @migrations(name="tables")
-    def tables(db: Database) -> None:
-        _run(db, _TABLES)
-
-    @migrations(name="released")
-    def released(db: Database) -> None:
-        _run(db, _RELEASED_TABLE)
-
-    @migrations(name="dead")
-    def dead(db: Database) -> None:
-        _run(db, _DEAD_COLUMNS)
-
-    @migrations(name="places")
-    def places(db: Database) -> None:
-        _run(db, _PLACES_TABLES)
+        @migrations(name=name)
+        def apply(db: Database, number: int = number, script: str = script) -> None:
+            # sqlite-utils has no record of what a new index had from the start.
+            if number > version:
+                _run(connection, script)
 
     migrations.apply(Database(connection))
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _run(connection: sqlite3.Connection, script: str) -> None:
+    for statement in _statements(script):
+        connection.execute(statement)

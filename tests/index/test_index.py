@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database, Migrations
 
 from castore import NameConflictError, Store, StoreError, settings
 from castore.index.schema import SCHEMA_VERSION
@@ -90,22 +91,28 @@ def test_an_index_of_a_newer_castore_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "first", [lambda path: Store(path).close(), doctor.examine], ids=["opened", "doctor"]
 )
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
 def test_an_index_of_an_older_castore_is_brought_up_to_date(
-    tmp_path: Path, version: int, first: Callable[[Path], object]
+    tmp_path: Path, version: int, recorded: bool, first: Callable[[Path], object]
 ) -> None:
     with Store(tmp_path / "store") as store:
         store.put("a", b"kept")
     with closing(sqlite3.connect(tmp_path / "store/index.sqlite")) as db, db:
         undo = {
-            "dead": ("ALTER TABLE packs DROP COLUMN dead", "ALTER TABLE totals DROP COLUMN packed"),
-            "released": ("DROP TABLE released",),
+            4: ("DROP TABLE places", "DROP TABLE origins"),
+            3: ("ALTER TABLE packs DROP COLUMN dead", "ALTER TABLE totals DROP COLUMN packed"),
+            2: ("DROP TABLE released",),
         }
-        for migration in list(undo)[: SCHEMA_VERSION - version]:
-            for statement in undo[migration]:
+        for number in range(SCHEMA_VERSION, version, -1):
+            for statement in undo[number]:
                 db.execute(statement)
-            db.execute("DELETE FROM _sqlite_migrations WHERE name = ?", (migration,))
         db.execute(f"PRAGMA user_version = {version}")
+        if recorded:
+            had = Migrations("castore")
+            for name in ("tables", "released", "dead", "places")[:version]:
+                had(name=name)(lambda db: None)
+            had.apply(Database(db))
     assert not first(tmp_path / "store")
     with Store(tmp_path / "store") as store:
         assert store.get("a") == b"kept"

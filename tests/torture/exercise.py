@@ -80,8 +80,6 @@ def exercise(path: str) -> dict[str, object]:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
-    import sqlite_utils  # noqa: F401  (its memory is not the store's)
-
     for line in sys.stdin:
         child = os.fork()
         if not child:
