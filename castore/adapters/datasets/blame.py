@@ -22,7 +22,8 @@ import pyarrow.compute as pc
 
 from castore.adapters.datasets import step_runner
 from castore.adapters.datasets.block_entries import BlockResult
-from castore.adapters.datasets.block_runner import BlockRun, BlockStep
+from castore.adapters.datasets.block_runner import BlockRun
+from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.source_blocks import SourceBlock, source_blocks
 from castore.adapters.datasets.step_plan import PlannedStep

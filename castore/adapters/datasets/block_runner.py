@@ -18,24 +18,18 @@ Must never keep a result that an operator's exception, or a dead worker, has cut
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
 import os
 import threading
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
-from datasets import arrow_writer
-from datasets.features.features import require_storage_embed
-from datasets.table import InMemoryTable
 
 from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_entries import (
@@ -45,9 +39,18 @@ from castore.adapters.datasets.block_entries import (
     NotInBlocksError,
     find_result,
     put_result,
-    write_result,
 )
-from castore.adapters.datasets.cutting import LARGEST_BYTES, Cut, is_small
+from castore.adapters.datasets.block_step import (
+    MIXED_ANSWERS,
+    UNCHANGED,
+    BlockStep,
+    Written,
+    parse_features,
+    run_block,
+    run_in_worker,
+    workers,
+)
+from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import format_digest
 from castore.adapters.datasets.mapped_files import store_locks
@@ -57,108 +60,17 @@ from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dat
 from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
 from castore.store import Store
-from castore.system import worker_processes
 
 _VERSION = 1
 # One block in so many rows may be unlike the others; so much of a step says how large its result will be.
 _SHOWS_SIZE = 1 / 20
-# Formats in which a function sees Arrow's chunks, or what follows from them.
-_AS_IT_LIES = ("arrow", "pandas", "polars")
-# In the place of a result's features: the step has changed nothing.
-_UNCHANGED = "null"
-_MIXED_ANSWERS = (
-    "the function returns None for some rows and results for others, and what `datasets` makes of that "
-    "depends on the first row and the last one of all; return None for all rows or for none"
-)
 
 Release: TypeAlias = Callable[[], None]
-
-
-class BlockCall(NamedTuple):
-    """A block for an operator, with the place and the form of its result.
-
-    Attributes:
-        rows: the block.
-        first: the number of its first row among all rows of the step's input.
-        features: the features of the result; None to find them.
-        file: the path for an Arrow file of the result.
-        fingerprint: the fingerprint for the result.
-    """
-
-    rows: datasets.Dataset
-    first: int
-    features: datasets.Features | None
-    file: Path
-    fingerprint: str
-
-
-class BlockStep(NamedTuple):
-    """A step over a dataset that can run on blocks.
-
-    Attributes:
-        dataset: the input, of at least one row.
-        run: runs the step on one block.
-        counted: what its result depends on beside the rows and the features, in the form of `castore.key`.
-        rule: where blocks may end.
-        is_numbered: whether rows count by their number as well.
-        has_features: whether the features of the result are known without running it.
-        keeps_count: whether the result has a row for each row.
-        num_proc: processes that share the blocks; 1 for this one.
-        tell: a callback that receives the number of rows done.
-        title: the title of the progress bar.
-    """
-
-    dataset: datasets.Dataset
-    run: Callable[[BlockCall], datasets.Dataset]
-    counted: Any
-    rule: Cut
-    is_numbered: bool = False
-    has_features: bool = False
-    keeps_count: bool = False
-    num_proc: int = 1
-    tell: Callable[[int], object] | None = None
-    title: str = "Map"
-
-
-def can_cut(dataset: datasets.Dataset) -> bool:
-    """Whether a dataset is large enough for blocks, and its rows say all that a step gets to see.
-
-    Rows of images may name files, which count too. A search index sees all rows. In Arrow's and pandas'
-    formats a function sees how rows that were picked lie in memory.
-    """
-    if not len(dataset) or dataset.list_indexes() or not _is_json(dataset._format_kwargs):
-        return False
-    if dataset._format_type == "custom" or (
-        dataset._indices is not None and dataset._format_type in _AS_IT_LIES
-    ):
-        return False
-    if any(require_storage_embed(feature) for feature in dataset.features.values()):
-        return False
-    average = int(dataset._data.nbytes) / max(1, len(dataset._data))
-    return not is_small(len(dataset), int(average * len(dataset)))
 
 
 def bytes_at_once(num_proc: int) -> int:
     """The most bytes of a step's result that lie uncompressed at one time; more only if its rows grow."""
     return (num_proc + 2) * LARGEST_BYTES
-
-
-def _is_json(value: Any) -> bool:
-    """Whether a dataset with such a format can be kept."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-class _Written(NamedTuple):
-    """A result in a file, and the seconds that the step took for it."""
-
-    path: str
-    rows: int
-    features: str
-    seconds: float
 
 
 class _Elsewhere(NamedTuple):
@@ -214,8 +126,8 @@ class BlockRun:
             stack.enter_context(maker)
             while (results := self._try_all(maker)) is None:
                 continue  # another run has ended without a block that it had claimed
-        if len({result.features == _UNCHANGED for result in results}) > 1:
-            raise NotInBlocksError(_MIXED_ANSWERS)
+        if len({result.features == UNCHANGED for result in results}) > 1:
+            raise NotInBlocksError(MIXED_ANSWERS)
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
@@ -331,7 +243,7 @@ class BlockRun:
     def features_of(self, results: Sequence[BlockResult]) -> datasets.Features:
         """The features of the step's result, from the results of some of its blocks, at least one."""
         features = _with_rows(results)[0].features
-        return self._step.dataset.features.copy() if features == _UNCHANGED else _parse(features)
+        return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
 
 
 class _Keys:
@@ -437,7 +349,7 @@ class _Maker:
     def __enter__(self) -> _Maker:
         # One thread: compression uses all cores by itself.
         self._keeper = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
-        self._workers = self._stack.enter_context(_workers(self._step))
+        self._workers = self._stack.enter_context(workers(self._step))
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -483,15 +395,15 @@ class _Maker:
 
     def _run(
         self, rows: pa.Table, first: int, features: str | None, file: Path, digits: str
-    ) -> Future[_Written]:
+    ) -> Future[Written]:
         if self._workers is not None:  # the first block too: an operator's crash must not end this process
-            return self._workers.submit(_run_in_worker, _as_stream(rows), first, features, file, digits)
-        written: Future[_Written] = Future()
-        written.set_result(_run_block(self._step, rows, first, features, file, digits))
+            return run_in_worker(self._workers, rows, first, features, file, digits)
+        written: Future[Written] = Future()
+        written.set_result(run_block(self._step, rows, first, features, file, digits))
         return written
 
     def _keep(
-        self, number: int, written: Future[_Written], digits: str, rows: int, file: Path, release: Release
+        self, number: int, written: Future[Written], digits: str, rows: int, file: Path, release: Release
     ) -> BlockResult:
         try:
             made = written.result()
@@ -517,102 +429,9 @@ class _Maker:
             raise NotInBlocksError(NO_ROOM)
 
 
-def _parse(features: str) -> datasets.Features:
-    return datasets.Features.from_dict(json.loads(features))
-
-
 def _with_rows(results: Sequence[BlockResult]) -> Sequence[BlockResult]:
     """The results that have rows; the first one if none has."""
     return [result for result in results if result.rows] or results[:1]
-
-
-def _run_block(
-    step: BlockStep,
-    rows: pa.Table,
-    first: int,
-    features: str | None,
-    file: Path,
-    digits: str,
-) -> _Written:
-    """Run a step on a block, and write its result to a file."""
-    dataset = step.dataset
-    block = datasets.Dataset(
-        InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
-    )
-    for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
-        setattr(block, name, getattr(dataset, name))
-    known = None if features is None or features == _UNCHANGED else _parse(features)
-    began = time.perf_counter()
-    try:
-        result = step.run(BlockCall(block, first, known, file, digits))
-    except AttributeError as error:
-        # The first row that a writer is needed for opens it, unless an earlier row got None.
-        if "'NoneType' object has no attribute 'write" in str(error):
-            raise NotInBlocksError(_MIXED_ANSWERS) from error
-        raise
-    except pa.ArrowException as error:
-        if not _is_of_writer(error):
-            raise
-        raise NotInBlocksError(
-            "values of several types are in one column, and how they are cast depends on all rows "
-            f"({error}); convert them in the function"
-        ) from error
-    is_unchanged = result._indices is None and result._data.table is block._data.table
-    if features is not None and is_unchanged != (features == _UNCHANGED):
-        raise NotInBlocksError(_MIXED_ANSWERS)
-    made = _UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
-    path = write_result(result, str(file))
-    return _Written(path, len(result), made, time.perf_counter() - began)
-
-
-def _is_of_writer(error: BaseException) -> bool:
-    """Whether an error was raised where `datasets` writes results, not by the operator itself."""
-    return any(frame.filename == arrow_writer.__file__ for frame in traceback.extract_tb(error.__traceback__))
-
-
-# --- other processes ----------------------------------------------------------------------------------------
-
-# The step, in a worker. Forked, not pickled: an operator may hold what pickle cannot take.
-_own: BlockStep | None = None
-
-
-@contextlib.contextmanager
-def _workers(step: BlockStep) -> Iterator[Executor | None]:
-    if step.num_proc == 1:
-        yield None
-        return
-    context = multiprocessing.get_context("fork")
-    with worker_processes.bound_to_thread():
-        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (step,))
-        try:
-            # The processes are forked now: a thread that reads ahead may hold locks later on.
-            pool.submit(int).result()
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-            raise
-        finally:
-            pool.shutdown()
-
-
-def _begin_worker(step: BlockStep) -> None:
-    global _own
-    _own = step
-
-
-def _as_stream(rows: pa.Table) -> pa.Buffer:
-    """Rows as bytes: a table that is pickled takes along all that it was cut from."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, rows.schema) as writer:
-        writer.write_table(rows)
-    return sink.getvalue()
-
-
-def _run_in_worker(rows: pa.Buffer, *given: Any) -> _Written:
-    assert _own is not None
-    return _run_block(_own, pa.ipc.open_stream(rows).read_all(), *given)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ import datasets
 import pyarrow as pa
 
 from castore.adapters.datasets.block_entries import BlockResult
-from castore.adapters.datasets.block_runner import BlockRun, BlockStep
+from castore.adapters.datasets.block_runner import BlockRun
+from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
 from castore.adapters.datasets.source_blocks import (
     SourceBlock,

@@ -16,7 +16,7 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.block_runner import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.call_blocks import KeptCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint

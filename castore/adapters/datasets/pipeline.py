@@ -21,7 +21,8 @@ import datasets
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
-from castore.adapters.datasets.block_runner import BlockCall, BlockRun, BlockStep, bytes_at_once, can_cut
+from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions

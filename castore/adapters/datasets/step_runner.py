@@ -30,7 +30,8 @@ import datasets
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
-from castore.adapters.datasets.block_runner import BlockRun, BlockStep
+from castore.adapters.datasets.block_runner import BlockRun
+from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy

@@ -1,0 +1,228 @@
+"""A step that can run block by block, and its run on one block: in this process, or in a worker.
+
+A block's result is what one pass over all rows gives for the block's rows. Where it cannot be,
+`NotInBlocksError` says why. Knows neither stores nor keys: those are `block_runner`'s.
+
+Must never take an operator's own exception for such a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+from datasets import arrow_writer
+from datasets.features.features import require_storage_embed
+from datasets.table import InMemoryTable
+
+from castore.adapters.datasets.block_entries import NotInBlocksError, write_result
+from castore.adapters.datasets.cutting import Cut, is_small
+from castore.system import worker_processes
+
+# Formats in which a function sees Arrow's chunks, or what follows from them.
+_AS_IT_LIES = ("arrow", "pandas", "polars")
+#: In the place of a result's features: the step has changed nothing.
+UNCHANGED = "null"
+#: The function decides by the row whether it returns anything.
+MIXED_ANSWERS = (
+    "the function returns None for some rows and results for others, and what `datasets` makes of that "
+    "depends on the first row and the last one of all; return None for all rows or for none"
+)
+
+
+class BlockCall(NamedTuple):
+    """A block for an operator, with the place and the form of its result.
+
+    Attributes:
+        rows: the block.
+        first: the number of its first row among all rows of the step's input.
+        features: the features of the result; None to find them.
+        file: the path for an Arrow file of the result.
+        fingerprint: the fingerprint for the result.
+    """
+
+    rows: datasets.Dataset
+    first: int
+    features: datasets.Features | None
+    file: Path
+    fingerprint: str
+
+
+class BlockStep(NamedTuple):
+    """A step over a dataset that can run on blocks.
+
+    Attributes:
+        dataset: the input, of at least one row.
+        run: runs the step on one block.
+        counted: what its result depends on beside the rows and the features, in the form of `castore.key`.
+        rule: where blocks may end.
+        is_numbered: whether rows count by their number as well.
+        has_features: whether the features of the result are known without running it.
+        keeps_count: whether the result has a row for each row.
+        num_proc: processes that share the blocks; 1 for this one.
+        tell: a callback that receives the number of rows done.
+        title: the title of the progress bar.
+    """
+
+    dataset: datasets.Dataset
+    run: Callable[[BlockCall], datasets.Dataset]
+    counted: Any
+    rule: Cut
+    is_numbered: bool = False
+    has_features: bool = False
+    keeps_count: bool = False
+    num_proc: int = 1
+    tell: Callable[[int], object] | None = None
+    title: str = "Map"
+
+
+def can_cut(dataset: datasets.Dataset) -> bool:
+    """Whether a dataset is large enough for blocks, and its rows say all that a step gets to see.
+
+    Rows of images may name files, which count too. A search index sees all rows. In Arrow's and pandas'
+    formats a function sees how rows that were picked lie in memory.
+    """
+    if not len(dataset) or dataset.list_indexes() or not _is_json(dataset._format_kwargs):
+        return False
+    if dataset._format_type == "custom" or (
+        dataset._indices is not None and dataset._format_type in _AS_IT_LIES
+    ):
+        return False
+    if any(require_storage_embed(feature) for feature in dataset.features.values()):
+        return False
+    average = int(dataset._data.nbytes) / max(1, len(dataset._data))
+    return not is_small(len(dataset), int(average * len(dataset)))
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a dataset with such a format can be kept."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class Written(NamedTuple):
+    """A block's result in a file.
+
+    Attributes:
+        path: the file.
+        rows: rows in it.
+        features: its features in JSON, or `UNCHANGED`.
+        seconds: the time that the step took.
+    """
+
+    path: str
+    rows: int
+    features: str
+    seconds: float
+
+
+def parse_features(features: str) -> datasets.Features:
+    """The features of a `Written`, unless they are `UNCHANGED`."""
+    return datasets.Features.from_dict(json.loads(features))
+
+
+def run_block(
+    step: BlockStep,
+    rows: pa.Table,
+    first: int,
+    features: str | None,
+    file: Path,
+    digits: str,
+) -> Written:
+    """Run a step on a block, and write its result to a file."""
+    dataset = step.dataset
+    block = datasets.Dataset(
+        InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
+    )
+    for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
+        setattr(block, name, getattr(dataset, name))
+    known = None if features is None or features == UNCHANGED else parse_features(features)
+    began = time.perf_counter()
+    try:
+        result = step.run(BlockCall(block, first, known, file, digits))
+    except AttributeError as error:
+        # The first row that a writer is needed for opens it, unless an earlier row got None.
+        if "'NoneType' object has no attribute 'write" in str(error):
+            raise NotInBlocksError(MIXED_ANSWERS) from error
+        raise
+    except pa.ArrowException as error:
+        if not _is_of_writer(error):
+            raise
+        raise NotInBlocksError(
+            "values of several types are in one column, and how they are cast depends on all rows "
+            f"({error}); convert them in the function"
+        ) from error
+    is_unchanged = result._indices is None and result._data.table is block._data.table
+    if features is not None and is_unchanged != (features == UNCHANGED):
+        raise NotInBlocksError(MIXED_ANSWERS)
+    made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+    path = write_result(result, str(file))
+    return Written(path, len(result), made, time.perf_counter() - began)
+
+
+def _is_of_writer(error: BaseException) -> bool:
+    """Whether an error was raised where `datasets` writes results, not by the operator itself."""
+    return any(frame.filename == arrow_writer.__file__ for frame in traceback.extract_tb(error.__traceback__))
+
+
+# --- in other processes -----------------------------------------------------------------------------------
+
+# The step, in a worker. Forked, not pickled: an operator may hold what pickle cannot take.
+_own: BlockStep | None = None
+
+
+@contextlib.contextmanager
+def workers(step: BlockStep) -> Iterator[Executor | None]:
+    """The processes that share the blocks of a step; None if this one runs them."""
+    if step.num_proc == 1:
+        yield None
+        return
+    context = multiprocessing.get_context("fork")
+    with worker_processes.bound_to_thread():
+        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (step,))
+        try:
+            # The processes are forked now: a thread that reads ahead may hold locks later on.
+            pool.submit(int).result()
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown()
+
+
+def _begin_worker(step: BlockStep) -> None:
+    global _own
+    _own = step
+
+
+def _as_stream(rows: pa.Table) -> pa.Buffer:
+    """Rows as bytes: a table that is pickled takes along all that it was cut from."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return sink.getvalue()
+
+
+def _run_own(rows: pa.Buffer, *given: Any) -> Written:
+    assert _own is not None
+    return run_block(_own, pa.ipc.open_stream(rows).read_all(), *given)
+
+
+def run_in_worker(pool: Executor, rows: pa.Table, *given: Any) -> Future[Written]:
+    """`run_block` in one of the processes of `workers`, with all but the step."""
+    return pool.submit(_run_own, _as_stream(rows), *given)
