@@ -15,6 +15,7 @@ from typing import TypeVar
 from castore import settings
 from castore.errors import LostSettingsWarning, StoreError
 from castore.index.beacon import Beacon
+from castore.index.connections import CLOSE_SECONDS
 from castore.index.database import Index
 from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
@@ -24,6 +25,7 @@ from castore.read.source import BlobSource
 from castore.read.usage import Usage
 from castore.settings import Settings
 from castore.system.ballast import Ballast
+from castore.system.forks import fork_gate
 from castore.write.prefixes import Prefixes
 from castore.write.writer import BlobWriter
 
@@ -83,10 +85,18 @@ class Parts:
         self.release()
 
     def release(self) -> None:
-        """Close files and connections, and write nothing."""
-        self.writer.close()
+        """Close files and connections, and write nothing.
+
+        Waits for a write transaction of another thread. If that takes long, the files that the transaction
+        uses stay open until the next `release`.
+        """
+        if fork_gate.acquire(timeout=CLOSE_SECONDS):
+            try:
+                self.writer.close()
+                self.index.journal.close()
+            finally:
+                fork_gate.release()
         self.objects.close()
-        self.index.journal.close()
         self.index.close()
         if self.source.shared is not None:
             self.source.shared.close()

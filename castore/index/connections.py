@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from castore.system.forks import block_forks, finalise, reset_after_fork
+from castore.system.forks import block_forks, finalise, fork_gate, reset_after_fork
 from castore.system.sql_errors import SQL_ERRORS, is_locked
 
 T = TypeVar("T")
@@ -29,6 +29,8 @@ BUSY_SECONDS = 120.0
 #: Busy timeout of one turn in SQLite, in seconds: a fork waits as long. Then the pause between two turns.
 ATTEMPT_SECONDS = 0.25
 PAUSE_SECONDS = 0.001
+#: Seconds that closing waits for threads that are inside SQLite.
+CLOSE_SECONDS = 5.0
 #: Pages in the WAL at which a commit runs a checkpoint, which takes a tenth of a second or more.
 CHECKPOINT_PAGES = 8000
 # Largest WAL to leave in place, in bytes: the next process to open the index reads it in a fraction of a
@@ -50,7 +52,8 @@ _connected: set[sqlite3.Connection] = set()
 
 def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
     """Have the commits of a connection run a checkpoint once the WAL has that many pages."""
-    with block_forks():
+    # Another thread may have closed the connection; the next one has the usual setting.
+    with block_forks(), contextlib.suppress(sqlite3.ProgrammingError):
         db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
 
@@ -67,6 +70,14 @@ def retry_while_locked(work: Callable[[], T]) -> T:
             if not is_locked(error) or time.monotonic() > until:
                 raise
         time.sleep(PAUSE_SECONDS)
+
+
+class _Open(NamedTuple):
+    """A connection, its thread, and the lock that this thread holds while it is inside SQLite."""
+
+    thread: threading.Thread
+    busy: Any
+    db: sqlite3.Connection
 
 
 class Connections:
@@ -89,7 +100,9 @@ class Connections:
         if getattr(self, "_open", None):
             _inherited.append(self._open)
             self._retake_locks()
-        self._open: list[tuple[threading.Thread, sqlite3.Connection]] = []
+        self._open: list[_Open] = []
+        # Connections that are not set up yet, which `close` must not touch.
+        self._starting: set[sqlite3.Connection] = set()
         self._lock = threading.Lock()
 
     def _retake_locks(self) -> None:
@@ -111,12 +124,13 @@ class Connections:
             sqlite3.DatabaseError: the file cannot be used.
         """
         # The list holds a connection before that connection takes its first lock, so a fork finds them all.
-        with self._lock, block_forks():
+        busy = block_forks()
+        with self._lock, busy:
             # Threads come and go: connections of ended threads would use up the process's descriptors.
-            for thread, connection in self._open:
-                if not thread.is_alive():
-                    _disconnect(connection)
-            self._open = [(thread, connection) for thread, connection in self._open if thread.is_alive()]
+            for opened in self._open:
+                if not opened.thread.is_alive():
+                    _disconnect(opened.db)
+            self._open = [opened for opened in self._open if opened.thread.is_alive()]
             # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
                 self._address(),
@@ -127,16 +141,17 @@ class Connections:
                 check_same_thread=False,
             )
             _connected.add(db)
-            self._open.append((threading.current_thread(), db))
+            self._starting.add(db)
+            self._open.append(_Open(threading.current_thread(), busy, db))
         try:
             self._set_up(db)
         except BaseException:
             with self._lock, block_forks():
-                self._open = [
-                    (thread, connection) for thread, connection in self._open if connection is not db
-                ]
+                self._open = [opened for opened in self._open if opened.db is not db]
                 _disconnect(db)
             raise
+        finally:
+            self._starting.discard(db)
         return db
 
     def unlogged_identity(self) -> tuple[int, int, int] | None:
@@ -177,20 +192,54 @@ class Connections:
         ):
             retry_while_locked(partial(_run_pragma, db, pragma))
 
-    def close(self, *, leave_wal: bool = False) -> None:
-        """Close every thread's connection.
+    def close(self, forget: Callable[[], object] = lambda: None, *, leave_wal: bool = False) -> None:
+        """Close every thread's connection, once that thread is not inside SQLite.
+
+        A connection that its thread uses for longer than `CLOSE_SECONDS` stays, until that thread has ended
+        or the next `close`.
 
         Args:
+            forget: has all threads ask for a new connection from now on. Those are not closed.
             leave_wal: leave a small WAL to the next process that opens the index, even if no other has it
                 open now.
         """
+        with self._lock:
+            old = {opened.db for opened in self._open}
+        forget()
+        until = time.monotonic() + CLOSE_SECONDS
+        while not self._close_idle(old, leave_wal) and time.monotonic() < until:
+            time.sleep(PAUSE_SECONDS)
+
+    def _close_idle(self, old: set[sqlite3.Connection], leave_wal: bool) -> bool:
+        """Close those connections that no thread is using; whether that were all.
+
+        Waits for nobody: a thread inside SQLite may wait for what this thread holds.
+        """
         with self._lock, block_forks():
-            connections, self._open = self._open, []
-            last = self._open_reader() if leave_wal and connections else None
-            for _, db in connections:
-                _disconnect(db)
-            if last is not None:
-                last.close()
+            left = [opened for opened in self._open if opened.db in old]
+            if not fork_gate.acquire(blocking=False):
+                return not left  # a thread is in the middle of a write transaction
+            try:
+                last = self._open_reader() if leave_wal and left else None
+                for opened in left:
+                    if opened.db not in self._starting and opened.busy.acquire(blocking=False):
+                        try:
+                            _disconnect(opened.db)
+                            self._open.remove(opened)
+                            old.remove(opened.db)
+                        finally:
+                            opened.busy.release()
+                if last is not None:
+                    last.close()
+            finally:
+                fork_gate.release()
+            return not any(opened.db in old for opened in left)
+
+    def _finalise(self) -> None:
+        with self._lock, block_forks():
+            for opened in self._open:
+                _disconnect(opened.db)
+            self._open = []
 
     def __del__(self) -> None:
         # The last reference to a connection would close it too, while another thread forks.
@@ -198,7 +247,7 @@ class Connections:
             reset_after_fork(
                 self
             )  # the collector has struck this object off the list, and a fork may come first
-            finalise(self.close)
+            finalise(self._finalise)
 
     def _open_reader(self) -> sqlite3.Connection | None:
         """A read-only connection. The last connection to close runs a checkpoint, unless it is read-only.

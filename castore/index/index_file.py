@@ -93,6 +93,9 @@ class IndexFile:
             self._prepare(is_empty)
 
     def _after_fork(self) -> None:
+        self._forget_connections()
+
+    def _forget_connections(self) -> None:
         self._local = threading.local()
 
     def _prepare(self, is_empty: Callable[[], bool]) -> None:
@@ -150,8 +153,13 @@ class IndexFile:
         if self.read_only and getattr(local, "epoch", None) == opened_to:
             return local.db  # type: ignore[no-any-return]
         db = self._connect()
-        if not self._rebuilding and retry_while_locked(partial(_read_version, db)) != SCHEMA_VERSION:
-            raise self._missing_index_error()
+        try:
+            if not self._rebuilding and retry_while_locked(partial(_read_version, db)) != SCHEMA_VERSION:
+                raise self._missing_index_error()
+        except sqlite3.ProgrammingError:
+            if self._local is local:
+                raise
+            return self.connection()  # another thread has just closed all connections
         local.db, local.epoch = db, opened_to
         return db
 
@@ -190,10 +198,18 @@ class IndexFile:
             raise self.damaged(error) from error
         raise error
 
+    def _is_open(self, db: sqlite3.Connection) -> bool:
+        """Whether no other thread has closed this thread's connection: then `connection` gives a new one.
+
+        The answer holds for as long as this thread holds the lock of `block_forks`.
+        """
+        return getattr(self._local, "db", None) is db
+
     def close(self) -> None:
-        """Close every thread's connection."""
-        self._local = threading.local()
-        self._connections.close(leave_wal=not self.has_written and not self.read_only)
+        """Close every thread's connection, those of other threads once these are not inside SQLite."""
+        self._connections.close(
+            self._forget_connections, leave_wal=not self.has_written and not self.read_only
+        )
 
     # Asking
 
@@ -211,7 +227,9 @@ class IndexFile:
             try:
                 db = self.connection()
                 with block_forks():
-                    return db.execute(sql, parameters).fetchall()
+                    if self._is_open(db):
+                        return db.execute(sql, parameters).fetchall()
+                continue
             except SQL_ERRORS as error:
                 now = time.monotonic()
                 until = until or now + BUSY_SECONDS
@@ -230,12 +248,17 @@ class IndexFile:
 
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Generator[Any]:
         """`rows` for results larger than memory. No fork happens until the stream ends: close it soon."""
-        db = self.connection()
-        with block_forks(), closing(db.cursor()) as cursor:
-            try:
-                yield from cursor.execute(sql, parameters)
-            except SQL_ERRORS as error:
-                self.raise_for(error)
+        while True:
+            db = self.connection()
+            with block_forks():
+                if not self._is_open(db):
+                    continue
+                with closing(db.cursor()) as cursor:
+                    try:
+                        yield from cursor.execute(sql, parameters)
+                    except SQL_ERRORS as error:
+                        self.raise_for(error)
+                return
 
     def pages(self, sql: str, after: Any, *parameters: Any) -> Iterator[list[Any]]:
         """The rows of a query in pages, so that no long read keeps the WAL from being checkpointed.
