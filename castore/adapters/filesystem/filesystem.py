@@ -16,7 +16,7 @@ from fsspec.compression import compr
 from fsspec.config import apply_config
 from fsspec.core import get_compression, has_magic
 from fsspec.implementations.local import make_path_posix, trailing_sep
-from fsspec.utils import other_paths, stringify_path
+from fsspec.utils import isfilelike, other_paths, stringify_path
 
 from castore import Entry, InvalidNameError, Store
 from castore.adapters.filesystem import unfinished
@@ -28,6 +28,7 @@ from castore.adapters.filesystem.errors import (
     raising_write_errors,
 )
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
+from castore.adapters.filesystem.local_files import replacing
 from castore.adapters.filesystem.stores import shared_store
 from castore.settings import default_path
 
@@ -323,9 +324,9 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         if start is None and end is None:
             with raising_read_errors(path):
                 data = self.store.get(path)
-            if data is None:
-                raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
-            return data
+            if data is not None:
+                return data
+            # `get` gives None for damage, too, and the file says which.
         self._check_is_file(path)
         with ReadFile(self, path) as file:
             return _read_range(file, start, end)
@@ -443,6 +444,41 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             is_into = trailing_sep(local) or os.path.isdir(local)
             rpath, lpath = self._pairs(rpath, local, is_into, recursive, maxdepth)
         super().get(rpath, lpath, recursive, callback, maxdepth, **kwargs)
+
+    def get_file(
+        self,
+        rpath: str,
+        lpath: Any = None,
+        callback: Any = DEFAULT_CALLBACK,
+        outfile: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy a file to a local one, in constant memory; a folder makes a local folder.
+
+        Args:
+            lpath: a path, whose file is replaced when all bytes are there, and stays as it was after an
+                error; or an open file.
+            outfile: an open file, in place of ``lpath``.
+        """
+        if outfile is None and isfilelike(lpath):
+            outfile = lpath
+        if outfile is not None:
+            self._copy_out(rpath, outfile, callback, kwargs)
+            return
+        local = os.path.abspath(os.fspath(lpath))
+        if self.isdir(rpath):
+            os.makedirs(local, exist_ok=True)
+            return
+        os.makedirs(os.path.dirname(local), exist_ok=True)
+        with replacing(local) as file:
+            self._copy_out(rpath, file, callback, kwargs)
+
+    def _copy_out(self, path: str, target: Any, callback: Any, options: dict[str, Any]) -> None:
+        with self.open(path, "rb", **options) as source:
+            callback.set_size(getattr(source, "size", None))
+            while piece := source.read(self.blocksize):
+                target.write(piece)
+                callback.relative_update(len(piece))
 
     def _pairs(
         self, source: str | list[str], target: str, is_into: bool, recursive: bool, maxdepth: int | None

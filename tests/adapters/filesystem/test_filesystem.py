@@ -915,6 +915,61 @@ def test_local_files_go_in_and_out(fs: CastoreFileSystem, tmp_path: Path) -> Non
     assert (tmp_path / "out" / "sub" / "b").read_bytes() == b"b"
 
 
+def damage(fs: CastoreFileSystem, name: str) -> None:
+    path, offset, length = payload(fs.store, name)
+    flip(path, offset + length // 2)
+
+
+def test_a_local_file_is_replaced_when_all_bytes_are_there_and_stays_after_an_error(
+    fs: CastoreFileSystem, tmp_path: Path
+) -> None:
+    fs.store.put("good", BIG)
+    (tmp_path / "out").mkdir()
+    target, link = tmp_path / "out" / "target", tmp_path / "link"
+    target.write_bytes(b"before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    ways: list[Any] = [fs.get_file, fs.get]
+    for get in ways:
+        fs.store.put("bad", noise(3_000_000))
+        damage(fs, "bad")
+        for place in (target, link, tmp_path / "out" / "new"):
+            with pytest.raises(OSError, match="castore://bad"):
+                get("bad", str(place))
+        assert (os.listdir(tmp_path / "out"), target.read_bytes()) == (["target"], b"before")
+    fs.get_file("good", str(link))
+    assert (target.read_bytes(), target.stat().st_mode & 0o777, link.is_symlink()) == (BIG, 0o640, True)
+    with pytest.raises(FileNotFoundError, match="castore://no/such"):
+        fs.get_file("no/such", str(target))
+    with pytest.raises(IsADirectoryError, match=str(tmp_path / "out")):
+        fs.get_file("good", str(tmp_path / "out"))
+    assert target.read_bytes() == BIG
+
+
+def test_open_files_and_devices_take_the_bytes_of_a_file(fs: CastoreFileSystem) -> None:
+    fs.store.put("a", BIG)
+    for options in ({"lpath": io.BytesIO()}, {"outfile": io.BytesIO()}):
+        seen = fsspec.callbacks.Callback()
+        fs.get_file("a", callback=seen, **options)
+        (file,) = options.values()
+        assert (file.getvalue(), seen.size, seen.value) == (BIG, len(BIG), len(BIG))
+    fs.get_file("a", os.devnull)
+    assert not os.path.isfile(os.devnull)
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache"])
+def test_caches_of_fsspec_never_serve_a_part_of_a_damaged_file(
+    fs: CastoreFileSystem, cache: str, tmp_path: Path
+) -> None:
+    fs.store.put("a", noise(3_000_000))
+    damage(fs, "a")
+    options: dict[str, Any] = {cache: {"cache_storage": str(tmp_path / "cache")}}
+    for _ in range(2):
+        place = fsspec.open(f"{cache}::castore://a", castore={"store": fs.store}, **options)
+        with pytest.raises(OSError), place as file:  # noqa: PT011 - what it says is fsspec's affair
+            file.read()
+
+
 # Threads and processes
 
 
