@@ -8,8 +8,9 @@ path only explains what is wrong. Names are compared byte for byte; Unicode is n
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 
-from castore.errors import InvalidNameError
+from castore.errors import InvalidNameError, InvalidValueError
 
 # Linux's NAME_MAX.
 PART_BYTES = 255
@@ -51,6 +52,22 @@ def check_name(name: str) -> str:
         if short and _GOOD(name):
             return name
     return _check_slowly(name, "name")
+
+
+def check_names(names: Iterable[str], of: str) -> Iterator[str]:
+    """Several names, checked as they are taken.
+
+    Args:
+        names: the names. One text is refused: its letters would be taken for names.
+        of: the function that takes them, for the message.
+
+    Raises:
+        InvalidValueError: it is one name.
+        InvalidNameError: (while iterating) see `check_name`.
+    """
+    if isinstance(names, str | bytes):
+        raise InvalidValueError(f"{of} takes several names, not one: write [{names!r}]")
+    return map(check_name, names)
 
 
 def check_known_name(name: str) -> str:

@@ -23,7 +23,7 @@ from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
 from castore.gc import collect
 from castore.index import mounts, places
 from castore.index.transaction import Write
-from castore.names import check_name, check_prefix
+from castore.names import check_name, check_names, check_prefix
 from castore.objects.codecs import Buffer
 from castore.parts import Parts, open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
@@ -383,7 +383,7 @@ class Store:
                 )
                 for name, data, metadata in map(parse_item, items)
             ],
-            [check_name(name) for name in drop],
+            list(check_names(drop, "put_if(drop=)")),
             *self._putter.resolve_codec(codec, level),
         )
 
@@ -494,6 +494,11 @@ class Store:
                 f"the bytes of {name!r} are only in a remote, which has lost or damaged them;"
                 " `castore remote check --deep` tells more, and `castore pull --lazy` takes new places"
             )
+        if found is not None and found.blob.pack == LOST and not _is_over(found):
+            return NotFoundError(
+                f"the bytes of {name!r} in {self.path} were found damaged or missing; put them again, or"
+                " delete the name"
+            )
         return NotFoundError(f"there is no entry {name!r} in {self.path}; `castore ls` lists what there is")
 
     # Blobs
@@ -504,7 +509,7 @@ class Store:
 
     def find_many(self, names: Iterable[str]) -> dict[str, Found]:
         """`find` for many names with one query of the index; missing names are left out."""
-        return self.index.find_many([check_name(name) for name in names])
+        return self.index.find_many(list(check_names(names, "find_many")))
 
     def blob(self, digest: bytes | str) -> Blob | None:
         """The record of a blob: its sizes, its codec and where its bytes lie. None for an unknown digest.
@@ -607,7 +612,7 @@ class Store:
 
     def count_use(self, name: str) -> None:
         """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`."""
-        self.source.count_use(name)
+        self.source.count_use(check_name(name))
 
     # Objects
 
@@ -678,6 +683,10 @@ class Store:
         if hit:
             return value
         self.index.require_writable()
+        # What cannot be kept is refused before it is computed.
+        self._putter.make_spec(key, ttl, metadata, False, "bytes")
+        if serializer is not None:
+            serializers.check_serializer(serializer)
         with self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if not hit:
@@ -855,7 +864,7 @@ class Store:
 
     def delete_many(self, names: Iterable[str]) -> int:
         """Remove many names, 2,000 to a commit; returns how many there were."""
-        remaining, count = map(check_name, names), 0
+        remaining, count = check_names(names, "delete_many"), 0
         while batch := list(islice(remaining, _SMALL_BATCH if is_short(self.path) else _BATCH)):
             count += self._delete(batch)
         return count

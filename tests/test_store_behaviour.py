@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -22,7 +24,7 @@ from castore import (
 )
 from castore.objects.codecs import FRAME_SIZE
 from tests.clocks import pass_time
-from tests.helpers import mixed, noise, payload, recount, text
+from tests.helpers import flip, mixed, noise, payload, recount, text
 
 CODECS = ["auto", "zstd", "lz4", "gzip", "none"]
 PLACEMENTS = {
@@ -334,8 +336,11 @@ def test_pin_and_metadata_stay_with_the_entry(pair: Case) -> None:
             act("nothing")
 
 
-@pytest.mark.parametrize("metadata", [{"a": b"bytes"}, {"a": float("nan")}, {1: 2}, {"a": {1, 2}}])
-def test_metadata_that_is_not_json_is_refused(store: Store, metadata: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "metadata",
+    [{"a": b"bytes"}, {"a": float("nan")}, {1: 2}, {"a": {1, 2}}, "note", "", 5, 0, [], [("a", 1)], False],
+)
+def test_metadata_that_is_not_json_is_refused(store: Store, metadata: Any) -> None:
     with pytest.raises(SerializationError, match="metadata"):
         store.put("a", b"x", metadata=metadata)
 
@@ -380,3 +385,67 @@ def test_one_name_is_not_many(store: Store) -> None:
     store.put("a", b"x")
     with pytest.raises(InvalidValueError, match=r"not one: get_many\(\['al'\]\), or get"):
         store.get_many("al")
+
+
+@pytest.mark.parametrize("names", ["runs", b"runs"])
+def test_the_letters_of_one_name_are_not_many_names(store: Store, names: Any) -> None:
+    store.put_many((letter, b"x") for letter in "runs")
+    for use in (store.delete_many, store.find_many, lambda drop: store.put_if(("r", None), (), drop=drop)):
+        with pytest.raises(InvalidValueError, match="takes several names, not one"):
+            use(names)
+    assert sorted(store) == sorted("runs")
+
+
+@pytest.mark.parametrize("path", ["/proc/cpuinfo", "/proc/self/status", "/proc/version"])
+def test_a_file_that_does_not_say_its_size_is_kept_whole(store: Store, path: str) -> None:
+    """Regression: one byte was kept."""
+    store.put_file("file", path)
+    with store.batch() as batch:
+        batch.put_file("again", path)
+    for name in ("file", "again"):
+        kept = store.get(name)
+        assert kept is not None
+        # Its values change, its words do not.
+        assert re.findall(rb"[a-z_]{5,}", kept)[:3] == re.findall(rb"[a-z_]{5,}", Path(path).read_bytes())[:3]
+        assert kept.endswith(b"\n")
+
+
+def test_what_cannot_be_kept_is_refused_before_it_is_computed(store: Store) -> None:
+    def compute() -> NoReturn:
+        pytest.fail("it was computed")
+
+    for options in ({"ttl": "junk"}, {"ttl": -1}, {"serializer": "junk"}, {"metadata": {"a": b"bytes"}}):
+        with pytest.raises((InvalidValueError, SerializationError)):
+            store.get_or_compute("key", compute, **options)
+
+
+def test_a_name_whose_bytes_were_found_damaged_says_so(store: Store) -> None:
+    store.put("a", noise(30_000), codec="none")
+    path, offset, length = payload(store, "a")
+    flip(path, offset + length // 2)
+    assert store.get("a") is None
+    for use in (store.load, store.open):
+        with pytest.raises(
+            NotFoundError, match=r"bytes of 'a' .* were found damaged or missing; put them again"
+        ):
+            use("a")
+
+
+def test_uses_are_counted_of_names_only(store: Store) -> None:
+    with pytest.raises(InvalidNameError):
+        store.count_use(Path("a"))  # type: ignore[arg-type]
+    store.stat()
+
+
+def test_a_batch_whose_block_has_ended_takes_nothing_more(store: Store) -> None:
+    """Regression: it took puts and deletes, and dropped them."""
+    with store.batch() as batch:
+        batch.put("a", b"x")
+    for use in (
+        lambda: batch.put("late", b"x"),
+        lambda: batch.delete("a"),
+        lambda: batch.link("b", "0" * 64),
+    ):
+        with pytest.raises(InvalidValueError, match="the block of this batch has ended"):
+            use()
+    assert list(store) == ["a"]

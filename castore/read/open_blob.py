@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from castore.errors import CorruptError
+from castore.errors import CorruptError, InvalidValueError
 from castore.read.origin import BlobAccess
 from castore.records import Blob
 
@@ -24,6 +24,7 @@ class OpenBlob:
     def __init__(self, reader: BlobAccess, on_damage: Callable[[Blob, CorruptError], object]) -> None:
         self._reader = reader
         self._on_damage = on_damage
+        self._is_closed = False
         self.blob = reader.blob
 
     @property
@@ -35,8 +36,13 @@ class OpenBlob:
         """Up to ``size`` bytes from ``offset``; fewer only at the end of the blob.
 
         Raises:
+            InvalidValueError: a number is negative, or the blob is closed.
             CorruptError: the stored bytes are damaged.
         """
+        if offset < 0 or size < 0:
+            raise InvalidValueError(
+                f"read({offset}, {size}) of a blob: the offset and the size are numbers of bytes from 0 on"
+            )
         with self._reporting_damage():
             return self._reader.read(offset, size)
 
@@ -44,6 +50,7 @@ class OpenBlob:
         """All bytes, decoded on all cores.
 
         Raises:
+            InvalidValueError: the blob is closed.
             CorruptError: the stored bytes are damaged.
         """
         with self._reporting_damage():
@@ -56,14 +63,17 @@ class OpenBlob:
             whole: compare the digest of all bytes at the end. Each piece is checked without it as well.
 
         Raises:
+            InvalidValueError: the blob is closed.
             CorruptError: the stored bytes are damaged; with ``whole`` this may come after the last piece.
         """
         with self._reporting_damage():
             yield from self._reader.in_order(whole=whole)
 
     def close(self) -> None:
-        """Let go of the bytes."""
-        self._reader.close()
+        """Let go of the bytes. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._reader.close()
 
     def __enter__(self) -> OpenBlob:
         return self
@@ -75,6 +85,8 @@ class OpenBlob:
 
     @contextmanager
     def _reporting_damage(self) -> Iterator[None]:
+        if self._is_closed:
+            raise InvalidValueError(f"the blob {self.blob.digest.hex()} is closed; open it again to read it")
         try:
             yield
         except CorruptError as error:

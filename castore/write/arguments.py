@@ -80,6 +80,8 @@ def dump_metadata(metadata: dict[str, Any] | None) -> str | None:
     Raises:
         SerializationError: it is not JSON-like.
     """
+    if metadata is not None and not isinstance(metadata, dict):
+        raise SerializationError(f"metadata is a dict of JSON-like values, not {type(metadata).__name__}")
     if not metadata:
         return None
     try:

@@ -56,6 +56,7 @@ class Batch:
         self._dropped: dict[str, None] = {}
         self._lifetimes: dict[str, float] = {}  # lifetimes of names in seconds, from the commit on
         self._reuse, self._is_run = True, False
+        self._has_ended = False
         self.stored = 0
         self.entries: list[Entry] = []
 
@@ -154,6 +155,7 @@ class Batch:
         Raises:
             InvalidNameError: nothing can have that name.
         """
+        self._require_open()
         self._dropped[check_name(name)] = None
         for item in self._items:
             if item.spec.name == name:
@@ -285,10 +287,17 @@ class Batch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.discard()
+        try:
+            if kind is None:
+                self.commit()
+            else:
+                self.discard()
+        finally:
+            self._has_ended = True
+
+    def _require_open(self) -> None:
+        if self._has_ended:
+            raise InvalidValueError("the block of this batch has ended; begin another one: store.batch()")
 
     def _make_spec(
         self, name: str, ttl: float | str | None, metadata: dict[str, Any] | None, pin: bool, serializer: str
@@ -340,6 +349,7 @@ def add_staged(batch: Batch, stage: StageItem) -> str:
     Returns:
         The digest of the bytes, 64 hex characters.
     """
+    batch._require_open()
     with batch._putter.explain_full_disk():
         spec, staged = stage(batch._reuse)
     batch._items.append(_StagedPut(spec, staged, None if batch._is_run else stage))

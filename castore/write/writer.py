@@ -210,7 +210,12 @@ class BlobWriter:
         """`stage` for an open file of any size, in constant memory."""
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
-            return self.stage(os.pread(fd, size + 1, 0), codec, level, reuse=reuse, dictionary=dictionary)
+            data = os.pread(fd, size + 1, 0)
+            if data and not size:  # files below /proc do not say how large they are
+                return self._stage_to_end(fd, self.incoming(codec, level, dictionary), reuse)
+            if len(data) != size:
+                raise _changed(size, f"{len(data)}" if len(data) < size else f"{len(data)} or more")
+            return self.stage(data, codec, level, reuse=reuse, dictionary=dictionary)
         if reuse and self._index.has_loose_of_size(size):
             # The store has a blob of this size. Hash first: reading twice costs less than compressing a known
             # blob.
@@ -222,12 +227,20 @@ class BlobWriter:
         encoded, temporary = self._write_temporary(partial(encode, frames, size, used, level))
         if frames.size != size:
             temporary.unlink()
-            raise InvalidValueError(
-                f"the file changed while it was read ({size} bytes became {frames.size});"
-                " put it again when nobody writes to it"
-            )
+            raise _changed(size, str(frames.size))
         blob = Blob(frames.digest, size, encoded.stored, used, LOOSE, 0)
         return LargeBlob(self._objects, blob, temporary, encoded.checksums)
+
+    def _stage_to_end(self, fd: int, blob: IncomingBlob, reuse: bool) -> Staged:
+        try:
+            at = 0
+            while piece := os.pread(fd, FRAME_SIZE, at):
+                blob.add(piece)
+                at += len(piece)
+            return blob.stage(reuse)
+        except BaseException:
+            blob.abandon()
+            raise
 
     def incoming(self, codec: str, level: int | None, dictionary: Dictionary | None) -> IncomingBlob:
         """A blob whose bytes arrive in pieces, and whose size is known only at its end."""
@@ -355,4 +368,11 @@ def full(need: int, max_size: int) -> FullError:
     return FullError(
         f"no room for {format_size(need)} within {format_size(max_size)}: the rest is pinned;"
         " unpin something or raise the budget with `castore init --max-size`"
+    )
+
+
+def _changed(size: int, now: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"the file changed while it was read ({size} bytes became {now});"
+        " put it again when nobody writes to it"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from castore import CorruptError, NotFoundError, Store
+from castore import CorruptError, InvalidValueError, NotFoundError, Store
 from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import flip, noise, text
 
@@ -135,3 +135,17 @@ def test_a_forked_child_goes_on_with_pieces_that_its_parent_began(store: Store) 
             os._exit(0 if first + b"".join(pieces) == data else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert first + b"".join(pieces) == data
+
+
+def test_ranges_that_cannot_be_and_a_closed_blob_are_refused_and_harm_nothing(store: Store) -> None:
+    """Regression: sound bytes were called damaged, and bytes from elsewhere were given out."""
+    blob = store.open_blob(store.put("a", noise(3 * FRAME_SIZE)).digest)
+    for start, length in ((-1, 5), (-(10**9), 10), (-blob.size, 5), (0, -1)):
+        with pytest.raises(InvalidValueError, match="numbers of bytes from 0 on"):
+            blob.read(start, length)
+    blob.close()
+    blob.close()
+    for use in (lambda: blob.read(0, 5), blob.read_all, lambda: list(blob.pieces())):
+        with pytest.raises(InvalidValueError, match="is closed; open it again"):
+            use()
+    assert store.verify().bad == []
