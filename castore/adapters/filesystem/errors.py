@@ -23,6 +23,14 @@ def damage_error(path: str, error: CorruptError) -> DamagedFileError:
     return DamagedFileError(f"castore://{path}: {error}", digest=error.digest, where=error.where)
 
 
+def lost_error(path: str, digest: str) -> DamagedFileError:
+    """The error for a file whose bytes were found damaged or gone before."""
+    return DamagedFileError(
+        f"castore://{path}: its bytes were found damaged or are gone; put them again, or remove the path",
+        digest=digest,
+    )
+
+
 def not_found_error(path: str) -> FileNotFoundError:
     """The error for a path without a file or folder."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"castore://{path}")

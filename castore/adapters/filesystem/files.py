@@ -18,12 +18,13 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from castore import Entry, NameConflictError, Store
+from castore import Entry, NameConflictError, NotFoundError, Store
 from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import (
     damage_error,
     exists_error,
-    raising_read_errors,
+    lost_error,
+    not_found_error,
     raising_write_errors,
 )
 from castore.adapters.filesystem.unwinding import unwinding_blocks
@@ -83,8 +84,7 @@ class ReadFile(io.BufferedReader):
     """A seekable file over the bytes that a name had when it was opened. Pickles as its path and position."""
 
     def __init__(self, fs: CastoreFileSystem, path: str) -> None:
-        with raising_read_errors(path):
-            opened = fs.store.open(path)
+        opened = _open_bytes(fs, path)
         # Takes over the raw file of `Store.open`, and buffers a frame at a time, as `Store.open` does.
         super().__init__(_RawFile(opened.detach(), path), 256 * 1024)
         self.fs = fs
@@ -105,6 +105,21 @@ class ReadFile(io.BufferedReader):
     # Not `__reduce__`: since Python 3.13 its base class has this one, which pickle asks first.
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         return _reopen, (self.fs, self.path, None if self.closed else self.tell())
+
+
+def _open_bytes(fs: CastoreFileSystem, path: str) -> io.BufferedReader:
+    while True:
+        entry = fs.entry(path)
+        if entry is None:
+            raise not_found_error(path)
+        try:
+            return fs.store.open(path)
+        except NotFoundError as error:
+            now = fs.entry(path)
+            if now is not None and (now.digest, now.created) == (entry.digest, entry.created):
+                # A file system lists this path, so "no such file" would be wrong, and readers would skip it.
+                raise lost_error(path, entry.digest) from error
+            # The path was removed or written meanwhile.
 
 
 def _reopen(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
@@ -232,7 +247,7 @@ class WriteFile(io.BufferedIOBase):
             try:
                 self.entry = self._keep()
             except NameConflictError as error:
-                if self.mode == "xb" and self.path in self.fs.store:
+                if self.mode == "xb" and self.fs.entry(self.path) is not None:
                     raise exists_error(self.path) from error
                 raise
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -16,13 +17,16 @@ from fsspec.compression import compr
 from fsspec.config import apply_config
 from fsspec.core import get_compression, has_magic
 from fsspec.implementations.local import make_path_posix, trailing_sep
+from fsspec.mapping import FSMap
 from fsspec.utils import isfilelike, other_paths, stringify_path
 
 from castore import Entry, InvalidNameError, Store
 from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import (
+    DamagedFileError,
     exists_error,
     is_folder_error,
+    lost_error,
     not_found_error,
     raising_read_errors,
     raising_write_errors,
@@ -30,6 +34,7 @@ from castore.adapters.filesystem.errors import (
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.local_files import replacing
 from castore.adapters.filesystem.stores import shared_store
+from castore.names import below, check_prefix
 from castore.settings import default_path
 
 #: Options of a put, for all files of a file system or for one.
@@ -38,6 +43,8 @@ _PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")
 _COMPRESSION_OPTIONS = ("codec", "level")
 #: Options of a text layer.
 _TEXT_OPTIONS = ("encoding", "errors", "newline")
+#: Rows that are read at a time behind a folder, which often stands beside others, and among files.
+_FEW, _MANY = 8, 1000
 
 
 class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec has no types
@@ -108,16 +115,17 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
     # Finding
 
-    def _entry(self, path: str) -> Entry | None:
+    def entry(self, path: str) -> Entry | None:
+        """The entry of a path, also if its bytes are damaged or gone; None if there is none."""
         unfinished.finish_unreferenced()
         try:
-            return self.store.entry(path) if path in self.store else None
+            return self.store.entry(path)
         except InvalidNameError:
             return None
 
     def _is_folder(self, path: str) -> bool:
         try:
-            return not path or next(self.store.children(path), None) is not None
+            return not path or self.store.tree.is_folder(check_prefix(path), time.time())
         except InvalidNameError:
             return False
 
@@ -136,7 +144,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             FileNotFoundError: there is neither a file nor a folder.
         """
         path = self._strip_protocol(path)
-        if (entry := self._entry(path)) is not None:
+        if (entry := self.entry(path)) is not None:
             return _file_info(entry)
         if self._folder_exists(path):
             return _folder_info(path)
@@ -145,16 +153,16 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether there is a file or a folder."""
         path = self._strip_protocol(path)
-        return self._entry(path) is not None or self._folder_exists(path)
+        return self.entry(path) is not None or self._folder_exists(path)
 
     def isfile(self, path: str) -> bool:
         """Whether there is a file."""
-        return self._entry(self._strip_protocol(path)) is not None
+        return self.entry(self._strip_protocol(path)) is not None
 
     def isdir(self, path: str) -> bool:
         """Whether a name lies below the path, or this instance has made a folder there."""
         path = self._strip_protocol(path)
-        return self._is_folder(path) or (path in self._made_folders and self._entry(path) is None)
+        return self._is_folder(path) or (path in self._made_folders and self.entry(path) is None)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """The direct contents of a folder, sorted by name; for a file, that file.
@@ -164,12 +172,14 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         """
         path = self._strip_protocol(path)
         found: dict[str, Entry | str]
-        if (entry := self._entry(path)) is not None:
+        if (entry := self.entry(path)) is not None:
             found = {entry.name: entry}
         else:
             with raising_read_errors(path):
-                children = self.store.children(path)
-                found = {one if isinstance(one, str) else one.name: one for one in children}
+                check_prefix(path)
+            files, folders = self._names_in(path)
+            found = self._entries_in(path, files) if detail else dict.fromkeys(files, "")
+            found.update(zip(folders, folders, strict=True))
             for folder in self._made_folders_below(path):
                 if self._parent(folder) == path:
                     found.setdefault(folder, folder)
@@ -182,6 +192,43 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             _folder_info(one) if isinstance(one, str) else _file_info(one)
             for one in map(found.__getitem__, names)
         ]
+
+    def _names_in(self, folder: str) -> tuple[list[str], list[str]]:
+        """The names of the files and of the folders directly in a folder, also of damaged files.
+
+        `Store.children` leaves those out. A data set without them would be smaller, and no error would say
+        so. The names below each inner folder are skipped, however many they are.
+        """
+        tree, now = self.store.tree, time.time()
+        start = f"{folder}/" if folder else ""
+        low, high = below(folder) if folder else ("", None)
+        files: list[str] = []
+        folders: list[str] = []
+        limit, is_last = _FEW, False
+        while not is_last:
+            rows = tree.files(low, high, now, limit)
+            is_last = len(rows) < limit
+            limit = _MANY
+            for row in rows:
+                part, slash, _ = row[0][len(start) :].partition("/")
+                if slash:
+                    folders.append(start + part)
+                    low = tree.require_order(low, below(start + part)[1])
+                    limit, is_last = _FEW, False
+                    break
+                files.append(row[0])
+                low = row[0] + "\0"
+        return files, folders
+
+    def _entries_in(self, folder: str, names: list[str]) -> dict[str, Entry | str]:
+        """The entries of files directly in a folder."""
+        # One pass gives nearly all of them.
+        intact = {one.name: one for one in self.store.children(folder) if not isinstance(one, str)}
+        found: dict[str, Entry | str] = {}
+        for name in names:
+            if (entry := intact.get(name) or self.store.entry(name)) is not None:
+                found[name] = entry
+        return found
 
     def find(
         self,
@@ -197,7 +244,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         path = self._strip_protocol(path)
         unfinished.finish_unreferenced()
         try:
-            entries = list(self.store.entries(path, damaged=False))
+            entries = list(self.store.entries(path))
         except InvalidNameError:
             entries = []
         start = len(path) + 1 if path else 0
@@ -216,6 +263,16 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
                 found[path] = _folder_info(path)
         names = sorted(found)
         return {name: found[name] for name in names} if detail else names
+
+    def get_mapper(
+        self,
+        root: str = "",
+        check: bool = False,
+        create: bool = False,
+        missing_exceptions: tuple[type[Exception], ...] | None = None,
+    ) -> Mapper:
+        """The files below a folder as a mapping from paths to bytes; see fsspec's `get_mapper`."""
+        return Mapper(root, self, check, create, missing_exceptions)
 
     def created(self, path: str) -> datetime:
         """The time at which the path was last given other bytes."""
@@ -311,7 +368,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         return self._put_options | _put_options(given)
 
     def _check_is_file(self, path: str) -> None:
-        if self._entry(path) is None:
+        if self.entry(path) is None:
             raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
 
     def _check_is_no_folder(self, path: str) -> None:
@@ -387,7 +444,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         self._check_is_no_folder(path)
         with raising_write_errors(path):
             if mode == "create":
-                if path in self.store:
+                if self.entry(path) is not None:
                     raise exists_error(path)
                 with WriteFile(self, path, "xb", True, options) as file:
                     file.write(value)
@@ -480,6 +537,14 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
                 target.write(piece)
                 callback.relative_update(len(piece))
 
+    def _require_bytes(self, entry: Entry) -> None:
+        """Raise `DamagedFileError` if an entry's bytes are known to be damaged or gone, for no name can be
+        given to those.
+        """
+        blob = self.store.blob(entry.digest)
+        if blob is not None and not (blob.is_here or entry.away):
+            raise lost_error(entry.name, entry.digest)
+
     def _pairs(
         self, source: str | list[str], target: str, is_into: bool, recursive: bool, maxdepth: int | None
     ) -> tuple[list[str], list[str]]:
@@ -505,10 +570,11 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         none.
         """
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
-        if self._entry(path1) is None:
+        if (entry := self.entry(path1)) is None:
             if self._folder_exists(path1):
                 return
             raise not_found_error(path1)
+        self._require_bytes(entry)
         with raising_read_errors(path1), raising_write_errors(path2):
             self.store.copy(path1, path2)
 
@@ -520,7 +586,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         """
         if isinstance(path1, str) and isinstance(path2, str) and not path2.endswith("/"):
             source, target = self._strip_protocol(path1), self._strip_protocol(path2)
-            if self._entry(source) is not None and not self._is_folder(target):
+            if self.entry(source) is not None and not self._is_folder(target):
                 with raising_read_errors(source), raising_write_errors(target):
                     self.store.rename(source, target)
                 return
@@ -528,7 +594,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)
-        if self._entry(path) is None:
+        if self.entry(path) is None:
             raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
         self.store.delete(path)
 
@@ -546,7 +612,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         found = self.expand_path(path, recursive=recursive, maxdepth=maxdepth)
         files, folders = [], []
         for one in found:
-            if self._entry(one) is not None:
+            if self.entry(one) is not None:
                 files.append(one)
             elif not self._folder_exists(one):
                 raise not_found_error(one)
@@ -588,11 +654,36 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             OSError: the folder is not empty.
         """
         path = self._strip_protocol(path)
-        if self._entry(path) is not None:
+        if self.entry(path) is not None:
             raise NotADirectoryError(f"castore://{path} is a file")
         if path and (self._is_folder(path) or self._made_folders_below(path)):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
         self._made_folders.discard(path)
+
+
+class Mapper(FSMap):  # type: ignore[misc]  # fsspec has no types
+    """fsspec's mapping. A damaged file is an error of each read, and never a missing key."""
+
+    def getitems(self, keys: Any, on_error: str = "raise") -> dict[str, Any]:
+        """The bytes of many keys; see fsspec's `FSMap.getitems`.
+
+        Args:
+            on_error: ``"omit"`` leaves out keys that are missing. zarr takes fill values for those, so damage
+                is an error then, too.
+
+        Raises:
+            DamagedFileError: a file is damaged, unless ``on_error`` is ``"return"``.
+        """
+        if on_error != "omit":
+            return dict(super().getitems(keys, on_error))
+        found = super().getitems(keys, "return")
+        for value in found.values():
+            if isinstance(value, DamagedFileError):
+                raise value
+        return {key: value for key, value in found.items() if not isinstance(value, BaseException)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mapper, (self.root, self.fs, False, False, self.missing_exceptions)
 
 
 def _put_options(given: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,11 @@ def _write(file: Any, data: Any, error: Exception | None = None) -> None:
         raise error
 
 
+def damage(fs: CastoreFileSystem, name: str) -> None:
+    path, offset, length = payload(fs.store, name)
+    flip(path, offset + length // 2)
+
+
 # Finding it
 
 
@@ -217,22 +222,105 @@ def test_a_file_tells_what_is_known_of_it(fs: CastoreFileSystem) -> None:
     assert fs.checksum("b") == fs.checksum("a")
 
 
-def test_what_is_missing_is_no_file(fs: CastoreFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = mixed(3_000)
-    fs.store.put("d/damaged", data)
+def test_what_has_expired_is_no_file(fs: CastoreFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.store.put("d/expired", b"x", ttl=60)
-    path, offset, length = payload(fs.store, "d/damaged")
-    flip(path, offset + length // 2)
-    assert fs.store.verify().bad != []
     pass_time(monkeypatch, 120)
-    for name in ("d/damaged", "d/expired"):
-        assert not fs.exists(name)
-        for ask in (fs.info, fs.cat_file, fs.open, fs.rm, fs.ukey, lambda name: fs.cat_file(name, 0, 1)):
-            with pytest.raises(FileNotFoundError, match=f"castore://{name}"):
-                ask(name)
+    assert not fs.exists("d/expired")
+    for ask in (fs.info, fs.cat_file, fs.open, fs.rm, fs.ukey, lambda name: fs.cat_file(name, 0, 1)):
+        with pytest.raises(FileNotFoundError, match="castore://d/expired"):
+            ask("d/expired")
     assert fs.find("") == fs.ls("") == []
     with pytest.raises(FileNotFoundError):
         fs.ls("d")
+
+
+def _reads(fs: CastoreFileSystem) -> list[Any]:
+    """All ways to read a file whole or in part."""
+    mapper = fs.get_mapper("d")
+    return [
+        fs.cat_file,
+        fs.cat,
+        fs.head,
+        fs.open,
+        lambda name: fs.cat([name]),
+        lambda name: fs.cat_file(name, 1, 2_999_999),
+        lambda name: fs.get_file(name, os.devnull),
+        lambda name: fs.cat_ranges([name], 0, 3_000_000, on_error="raise"),
+        lambda name: mapper[name[2:]],
+        lambda name: mapper.getitems([name[2:]]),
+        lambda name: mapper.getitems([name[2:]], on_error="omit"),
+        lambda name: pickle.loads(pickle.dumps(mapper)).getitems([name[2:]], on_error="omit"),
+    ]
+
+
+@pytest.mark.parametrize("whole", [0, 1, 4, 10])
+def test_the_first_read_of_a_whole_damaged_file_is_an_error_and_no_missing_file(
+    fs: CastoreFileSystem, whole: int
+) -> None:
+    fs.store.put("d/a", noise(3_000_000))
+    damage(fs, "d/a")
+    with pytest.raises(CorruptError, match="castore://d/a") as caught:
+        _reads(fs)[whole]("d/a")
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("found_by", ["verify", "reader", "gone"])
+def test_a_damaged_file_is_listed_and_each_read_of_it_is_an_error(
+    fs: CastoreFileSystem, found_by: str
+) -> None:
+    fs.pipe({f"d/{n}": b"%d" % n for n in range(3)})
+    fs.store.put("d/bad", noise(3_000_000))
+    fs.store.put("e/f/bad", noise(3_000_000))
+    if found_by == "gone":
+        payload(fs.store, "d/bad")[0].unlink()
+    else:
+        damage(fs, "d/bad")
+    if found_by == "verify":
+        assert fs.store.verify().bad != []
+    else:
+        assert fs.store.get("d/bad") is None
+    assert fs.store.get("e/f/bad") is None
+    assert fs.ls("d", detail=False) == [one["name"] for one in fs.ls("d")] == ["d/0", "d/1", "d/2", "d/bad"]
+    assert fs.find("") == ["d/0", "d/1", "d/2", "d/bad", "e/f/bad"]
+    assert (fs.glob("d/b*"), fs.glob("**/bad")) == (["d/bad"], ["d/bad", "e/f/bad"])
+    assert (fs.ls("", detail=False), fs.ls("e", detail=False)) == (["d", "e"], ["e/f"])
+    assert list(fs.walk("e")) == [("e", ["f"], []), ("e/f", [], ["bad"])]
+    assert (fs.exists("d/bad"), fs.isfile("d/bad"), fs.isdir("e/f")) == (True, True, True)
+    assert (fs.info("d/bad")["size"], fs.info("d/bad")["type"]) == (3_000_000, "file")
+    assert fs.du("d") == 3_000_003
+    assert "bad" in fs.get_mapper("d")
+    for read in [*_reads(fs), lambda name: fs.cp_file(name, "copy"), lambda name: fs.open(name, "ab")]:
+        with pytest.raises(CorruptError, match="castore://d/bad") as caught:
+            read("d/bad")
+        assert isinstance(caught.value, OSError)
+        assert caught.value.errno == errno.EIO
+    for create in (
+        lambda: fs.open("d/bad", "xb"),
+        lambda: fs.pipe_file("d/bad", b"", mode="create"),
+        lambda: fs.put_file(__file__, "d/bad", mode="create"),
+    ):
+        with pytest.raises(FileExistsError, match="castore://d/bad"):
+            create()
+
+
+def test_a_damaged_file_can_be_written_over_and_removed(fs: CastoreFileSystem) -> None:
+    def write(name: str) -> None:
+        with fs.open(name, "wb") as file:
+            file.write(b"anew")
+
+    names = ["d/opened", "d/piped", "d/put", "d/removed"]
+    for number, name in enumerate(names):
+        fs.store.put(name, noise(300_000, number))
+        damage(fs, name)
+    assert len(fs.store.verify().bad) == 4
+    write("d/opened")
+    fs.pipe_file("d/piped", b"anew")
+    fs.put_file(__file__, "d/put")
+    fs.rm("d/removed")
+    assert fs.find("d") == ["d/opened", "d/piped", "d/put"]
+    assert [fs.cat(name) for name in names[:2]] == [b"anew"] * 2
+    assert fs.cat("d/put") == Path(__file__).read_bytes()
 
 
 # Reading
@@ -700,7 +788,7 @@ def test_nothing_is_appended_to_bytes_that_are_gone(fs: CastoreFileSystem) -> No
     path, _, _ = payload(fs.store, "a")
     os.unlink(path)
     for _ in range(2):
-        with pytest.raises(FileNotFoundError, match="castore://a"):
+        with pytest.raises(CorruptError, match="castore://a"):
             fs.open("a", "ab")
     fs.pipe("a", b"anew")
     with fs.open("a", "ab") as file:
@@ -717,7 +805,7 @@ def test_damage_that_a_read_meets_is_an_error_of_the_system_and_of_castore(fs: C
         with pytest.raises(OSError, match=r"castore://a: .*damaged") as caught:
             read("a")
         assert (type(caught.value).__mro__[1], caught.value.errno) == (CorruptError, errno.EIO)
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(OSError, match=r"castore://a: .*damaged"):
             read("a")
     fs.store.put("a", noise(1_000_000))
 
@@ -913,11 +1001,6 @@ def test_local_files_go_in_and_out(fs: CastoreFileSystem, tmp_path: Path) -> Non
     fs.get("all", str(tmp_path / "out"), recursive=True)
     assert (tmp_path / "out" / "a").read_bytes() == BIG
     assert (tmp_path / "out" / "sub" / "b").read_bytes() == b"b"
-
-
-def damage(fs: CastoreFileSystem, name: str) -> None:
-    path, offset, length = payload(fs.store, name)
-    flip(path, offset + length // 2)
 
 
 def test_a_local_file_is_replaced_when_all_bytes_are_there_and_stays_after_an_error(
