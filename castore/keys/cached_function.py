@@ -105,4 +105,6 @@ def _name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    # A spawned worker calls the program's main module `__mp_main__`.
+    module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
+    return f"{module}.{named.__qualname__}"

@@ -294,3 +294,33 @@ def test_what_has_no_stable_hash_is_named() -> None:
         function_fingerprint(made("G = (n for n in ())\ndef f(): return G\ndef step(x): return f()"))
     with pytest.raises(InvalidValueError):
         function_fingerprint(3)  # type: ignore[arg-type]
+
+
+_PROGRAM = """
+import multiprocessing, sys
+import castore
+store = castore.Store(sys.argv[1])
+
+@store.cached
+def double(number):
+    with open(sys.argv[2], "a") as ran:
+        ran.write(".")
+    return 2 * number
+
+if __name__ == "__main__":
+    assert double(1) == 2
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(double, [1, 2]) == [2, 4]
+    assert double(2) == 4
+"""
+
+
+def test_a_cached_function_of_a_program_is_the_same_in_its_spawned_workers(tmp_path: Path) -> None:
+    """Regression: a worker calls the main module by another name, and computed all results once more."""
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    subprocess.run(
+        [sys.executable, tmp_path / "program.py", tmp_path / "store", tmp_path / "ran"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+    )
+    assert (tmp_path / "ran").read_text() == ".."
