@@ -581,16 +581,91 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def mv(
         self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
     ) -> None:
-        """Move: a single file in one step, visible under exactly one path; anything else is copied, then
-        removed.
+        """Move each file in one step, visible under exactly one path. A folder is moved file by file.
+
+        Files that are not among those to move stay: those below ``maxdepth``, and those put meanwhile.
+
+        Raises:
+            ValueError: a path would be moved onto or into itself, onto another path to move, or two onto one;
+                nothing is moved then.
+            DamagedFileError: the bytes of a file are known to be damaged; nothing is moved then.
         """
+        if path1 == path2:
+            return
         if isinstance(path1, str) and isinstance(path2, str) and not path2.endswith("/"):
             source, target = self._strip_protocol(path1), self._strip_protocol(path2)
-            if self.entry(source) is not None and not self._is_folder(target):
-                with raising_read_errors(source), raising_write_errors(target):
-                    self.store.rename(source, target)
+            if source == target:
                 return
-        super().mv(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
+            if self.entry(source) is not None and not self._is_folder(target):
+                self._move(source, target)
+                return
+        files, folders = self._plan_moves(path1, path2, recursive, maxdepth)
+        for source, target in files:
+            self._move(source, target)
+        for source, target in reversed(folders):  # the inner ones first
+            is_empty = not self._is_folder(source) and not self._made_folders_below(source)
+            if source in self._made_folders and is_empty:
+                self._made_folders.discard(source)
+                self._made_folders.add(target)
+
+    def _move(self, source: str, target: str) -> None:
+        if (entry := self.entry(source)) is None:
+            raise not_found_error(source)
+        self._require_bytes(entry)
+        with raising_read_errors(source), raising_write_errors(target):
+            self.store.rename(source, target)
+
+    def _plan_moves(
+        self, source: Any, target: Any, recursive: bool, maxdepth: int | None
+    ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """The files and folders to move, with their new paths, once it is certain that nothing gets lost."""
+        if isinstance(target, list):
+            sources = source if isinstance(source, list) else self.expand_path(source, recursive, maxdepth)
+            targets = target
+            if len(sources) != len(targets):
+                raise ValueError(
+                    f"mv has {len(sources)} paths and {len(targets)} new ones; give one for each"
+                )
+        else:
+            target = stringify_path(target)
+            is_into = trailing_sep(target) or self.isdir(target)
+            sources, targets = self._pairs(source, target, is_into, recursive, maxdepth)
+            if not sources:
+                raise is_folder_error(str(source))
+        pairs = [
+            (self._strip_protocol(old), self._strip_protocol(new))
+            for old, new in zip(sources, targets, strict=True)
+        ]
+        files = [(old, new) for old, new in pairs if self._is_file_to_move(old, new, recursive)]
+        self._require_room([old for old, _ in files], [new for _, new in files])
+        moved = {old for old, _ in files}
+        return files, [(old, new) for old, new in pairs if old not in moved]
+
+    def _is_file_to_move(self, old: str, new: str, recursive: bool) -> bool:
+        if (entry := self.entry(old)) is not None:
+            if old == new:
+                raise ValueError(f"castore://{old} would be moved onto itself; give another path")
+            self._require_bytes(entry)
+            return True
+        if not self._folder_exists(old):
+            raise not_found_error(old)
+        if not recursive:
+            raise is_folder_error(old)
+        if not old or old == new or new.startswith(old + "/"):
+            raise ValueError(
+                f"castore://{old} would be moved into itself, to castore://{new}; give another path"
+            )
+        return False
+
+    def _require_room(self, sources: list[str], targets: list[str]) -> None:
+        moved, taken = set(sources), set()
+        for target in targets:
+            if target in moved:
+                raise ValueError(f"castore://{target} would be moved and replaced in one call; use two calls")
+            if target in taken:
+                raise ValueError(f"two paths would be moved to castore://{target}; move them one by one")
+            taken.add(target)
+            self._check_is_no_folder(target)
 
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)

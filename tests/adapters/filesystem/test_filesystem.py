@@ -966,6 +966,51 @@ def test_a_folder_that_was_made_is_there_for_the_instance_that_made_it(fs: Casto
     assert (fs.exists("a"), fs.ls("")) == (False, [])
 
 
+def test_no_move_loses_a_file_where_source_and_target_overlap(fs: CastoreFileSystem) -> None:
+    files = {"d/a.txt": b"a", "d/b.txt": b"b", "d/e/c.txt": b"c", "x/a.txt": b"other"}
+    fs.pipe(files)
+    moves: list[tuple[Any, Any]] = [
+        ("d/e/c.txt", "d/e"),
+        ("d/e/c.txt", "d/e/"),
+        ("d/e", "d"),
+        ("d", "d/sub"),
+        ("d", "d/"),
+        ("", "new"),
+        ("d/*", "d"),
+        (["d/a.txt", "d/b.txt"], ["d/b.txt", "d/a.txt"]),
+        (["d/a.txt", "d/b.txt"], ["d/b.txt", "d/z.txt"]),
+        (["d/a.txt", "x/a.txt"], "y/"),
+        (["d/a.txt", "x/a.txt"], ["y", "y"]),
+        (["d/a.txt", "d/b.txt"], ["y"]),
+    ]
+    for source, target in moves:
+        with pytest.raises(ValueError, match=r"; |mv has"):
+            fs.mv(source, target, recursive=not isinstance(source, list) and not source.endswith(".txt"))
+        assert fs.cat(fs.find("")) == files
+    for source, target in (("d", "d"), ("d", "castore://d"), ("d/a.txt", "d/a.txt")):
+        fs.mv(source, target, recursive=True)
+        assert fs.cat(fs.find("")) == files
+    with pytest.raises(IsADirectoryError):
+        fs.mv("d", "n")
+    fs.mv("d", "n", recursive=True, maxdepth=1)
+    assert fs.find("") == ["d/e/c.txt", "n/a.txt", "n/b.txt", "x/a.txt"]
+    fs.makedirs("made/inner")
+    fs.mv("made", "moved", recursive=True)
+    assert fs.find("", withdirs=True, maxdepth=2)[:3] == ["d", "d/e", "moved"]
+    assert (fs.exists("made"), fs.isdir("moved/inner")) == (False, True)
+
+
+def test_a_folder_with_a_damaged_file_is_not_moved_in_part(fs: CastoreFileSystem) -> None:
+    fs.pipe({"d/1": b"1", "d/3": b"3"})
+    fs.store.put("d/2", noise(300_000))
+    damage(fs, "d/2")
+    assert fs.store.verify().bad != []
+    for source in ("d", "d/2"):
+        with pytest.raises(CorruptError, match="castore://d/2"):
+            fs.mv(source, "new", recursive=True)
+    assert fs.find("") == ["d/1", "d/2", "d/3"]
+
+
 def test_a_file_is_moved_into_a_folder_of_its_own_name(fs: CastoreFileSystem) -> None:
     fs.pipe("a", b"x")
     fs.mv("a", "a/a")
