@@ -22,6 +22,10 @@ from castore.system.forks import reset_after_fork
 from castore.system.temporary import open_with_mode
 
 
+# The keys that each thread holds, with their lock files: several objects may stand for one file.
+_held = threading.local()
+
+
 class ComputeLocks:
     """One lock per key, across the threads and processes of a machine.
 
@@ -38,12 +42,12 @@ class ComputeLocks:
 
     def _after_fork(self) -> None:
         if getattr(self, "_threads", None):
+            _held.__dict__.clear()
             # The child shares the open file description, and so the lock. It may outlive a killed parent, as
             # workers of pools do. Then other processes would wait for the key for ever.
             close_inherited(self._path)
         self._guard = threading.Lock()
         self._threads: dict[str, tuple[threading.Lock, int]] = {}
-        self._held = threading.local()
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
@@ -53,8 +57,8 @@ class ComputeLocks:
             InvalidValueError: this thread holds the lock already, and would wait for itself for ever.
         """
         owner = os.getpid()
-        held = self._held_here()
-        if key in held:
+        held, place = _held_here(), (str(self._path), key)
+        if place in held:
             raise InvalidValueError(
                 f"this thread is computing {key!r} already: the computation asks for its own result"
             )
@@ -63,10 +67,10 @@ class ComputeLocks:
             self._threads[key] = lock, users + 1
         try:
             with lock, self._process_lock(key):
-                held.add(key)
+                held.add(place)
                 yield
         finally:
-            held.discard(key)
+            held.discard(place)
             if os.getpid() == owner:  # a child that was forked in this block holds no lock
                 self._leave(key)
 
@@ -76,7 +80,7 @@ class ComputeLocks:
         Returns:
             A function that releases the lock, for any thread of this process; None if the lock is held.
         """
-        owner, held = os.getpid(), self._held_here()
+        owner, held, place = os.getpid(), _held_here(), (str(self._path), key)
         with self._guard:
             lock, users = self._threads.get(key, (threading.Lock(), 0))
             if not lock.acquire(blocking=False):
@@ -94,20 +98,15 @@ class ComputeLocks:
         except BaseException:
             stack.close()
             raise
-        held.add(key)
+        held.add(place)
 
         def release() -> None:
             if os.getpid() == owner:  # a child that was forked since then holds no lock
-                held.discard(key)
+                held.discard(place)
                 unlock_byte(fd, _place(key))
                 stack.close()
 
         return release
-
-    def _held_here(self) -> set[str]:
-        """The keys that this thread holds."""
-        held: set[str] = self._held.__dict__.setdefault("keys", set())
-        return held
 
     def _leave(self, key: str) -> None:
         with self._guard:
@@ -131,6 +130,12 @@ class ComputeLocks:
         finally:
             if os.getpid() == owner:
                 os.close(fd)
+
+
+def _held_here() -> set[tuple[str, str]]:
+    """The lock files and keys that this thread holds."""
+    held: set[tuple[str, str]] = _held.__dict__.setdefault("keys", set())
+    return held
 
 
 def _place(key: str) -> int:

@@ -151,6 +151,11 @@ def test_computing_a_key_from_inside_its_own_computation_is_an_error(tmp_path: P
     with Store(tmp_path / "store") as store:
         with pytest.raises(InvalidValueError, match="asks for its own result"):
             store.get_or_compute("key", lambda: store.get_or_compute("key", lambda: b"1"))
+        with (
+            Store(tmp_path / "store") as other,
+            pytest.raises(InvalidValueError, match="asks for its own result"),
+        ):
+            store.get_or_compute("key", lambda: other.get_or_compute("key", lambda: b"1"))
         assert store.get_or_compute("key", lambda: b"2") == b"2"
 
 
