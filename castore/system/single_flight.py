@@ -21,7 +21,6 @@ from castore.system.file_locks import close_inherited, lock_byte, try_lock_byte,
 from castore.system.forks import reset_after_fork
 from castore.system.temporary import open_with_mode
 
-
 # The keys that each thread holds, with their lock files: several objects may stand for one file.
 _held = threading.local()
 
