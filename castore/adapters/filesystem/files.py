@@ -8,6 +8,7 @@ exception in the stack.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import logging
@@ -431,10 +432,19 @@ class TextFile(io.TextIOWrapper):
     """A text layer that discards the file below it after an exception, and writes the byte order mark."""
 
     def __init__(self, file: WriteFile | CompressedFile, **options: Any) -> None:
+        encoding = options.get("encoding")
+        if encoding and codecs.lookup(encoding).name == "utf-8-sig" and file.tell() > 0:
+            # `io.TextIOWrapper` writes the mark again behind other bytes where a file cannot seek.
+            options["encoding"] = "utf-8"
         super().__init__(file, **options)  # type: ignore[arg-type]  # typeshed asks for more than is used
-        # `io.TextIOWrapper` leaves out the mark where a file cannot seek.
-        if self.encoding.lower().replace("_", "-") in ("utf-16", "utf-32") and file.tell() == 0:
+        # `io.TextIOWrapper` leaves out these marks where a file cannot seek.
+        if codecs.lookup(self.encoding).name in ("utf-16", "utf-32") and file.tell() == 0:
             file.write("".encode(self.encoding))
+
+    def tell(self) -> int:
+        """The number of bytes so far, with those that were there before."""
+        self.flush()
+        return int(self.buffer.tell())  # type: ignore[attr-defined]  # one of the two above
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

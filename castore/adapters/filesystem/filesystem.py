@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -440,6 +441,10 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             FileExistsError: ``mode`` is ``"create"``, and the path exists.
         """
         path = self._strip_protocol(path)
+        if self._intrans:
+            with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as file:
+                file.write(value)
+            return
         options = self._write_options(kwargs)
         self._check_is_no_folder(path)
         with raising_write_errors(path):
@@ -465,6 +470,11 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         self._check_is_no_folder(path)
         size = os.path.getsize(lpath)
         callback.set_size(size)
+        if self._intrans:
+            with open(lpath, "rb") as source, self.open(path, "wb", **kwargs) as file:
+                shutil.copyfileobj(source, file)
+            callback.absolute_update(size)
+            return
         with raising_write_errors(path):
             self.store.put_file(path, lpath, progress=callback.relative_update, **self._write_options(kwargs))
         callback.absolute_update(size)  # the callback gets no steps for bytes that the store had
@@ -703,10 +713,14 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
         Raises:
             FileExistsError: there is a file, or a folder.
+            NotADirectoryError: the path lies below a file.
         """
         path = self._strip_protocol(path)
         if path and self.exists(path):
             raise exists_error(path)
+        for folder in _parent_folders(path, 0, None):
+            if self.entry(folder) is not None:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), f"castore://{folder}")
         try:
             self.store.entry(path)
         except InvalidNameError:  # nothing can lie there
@@ -726,6 +740,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         """Forget an empty folder.
 
         Raises:
+            FileNotFoundError: there is no folder.
             OSError: the folder is not empty.
         """
         path = self._strip_protocol(path)
@@ -733,6 +748,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             raise NotADirectoryError(f"castore://{path} is a file")
         if path and (self._is_folder(path) or self._made_folders_below(path)):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
+        if path and path not in self._made_folders:
+            raise not_found_error(path)
         self._made_folders.discard(path)
 
 

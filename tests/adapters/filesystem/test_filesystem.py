@@ -705,8 +705,54 @@ def test_text_has_the_byte_order_mark_of_its_encoding_once(fs: CastoreFileSystem
         with fs.open("a", mode, encoding=encoding) as file:
             file.write("é" if mode == "w" else "ü")
     assert fs.cat("a").startswith("é".encode(encoding))
-    if encoding != "utf-8-sig":
-        assert fs.cat("a").decode(encoding) == "éü"
+    assert fs.cat("a").decode(encoding) == "éü"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_text_file_tells_its_position_as_a_local_one(
+    fs: CastoreFileSystem, encoding: str, tmp_path: Path
+) -> None:
+    def positions(opener: Any, path: str) -> list[int]:
+        found = []
+        for mode in ("a", "a", "w", "a"):
+            with opener(path, mode, encoding=encoding) as file:
+                if file.tell() == 0 and encoding == "utf-8":
+                    file.write("header\n")
+                file.write("é")
+                found.append(file.tell())
+        return found
+
+    assert positions(fs.open, "a") == positions(open, str(tmp_path / "a"))
+    assert fs.cat("a") == (tmp_path / "a").read_bytes()
+
+
+def test_a_transaction_covers_what_is_piped_and_put(fs: CastoreFileSystem) -> None:
+    def write(error: Exception | None = None) -> None:
+        fs.pipe("piped", b"x")
+        fs.touch("touched")
+        fs.put_file(__file__, "put")
+        assert fs.find("") == []
+        if error is not None:
+            raise error
+
+    with pytest.raises(KeyError), fs.transaction:
+        write(KeyError())
+    assert fs.find("") == []
+    with fs.transaction:
+        write()
+    assert fs.cat(["piped", "touched"]) == {"piped": b"x", "touched": b""}
+    assert fs.cat("put") == Path(__file__).read_bytes()
+    assert in_tmp(fs) == []
+
+
+def test_no_folder_is_made_below_a_file_and_none_removed_that_is_not_there(fs: CastoreFileSystem) -> None:
+    fs.pipe("f/a", b"x")
+    for make in (fs.mkdir, fs.makedirs, lambda path: fs.makedirs(path, exist_ok=True)):
+        with pytest.raises(NotADirectoryError, match="castore://f/a"):
+            make("f/a/b/c")
+    assert fs.find("", withdirs=True) == ["f", "f/a"]
+    with pytest.raises(FileNotFoundError, match="castore://no/such"):
+        fs.rmdir("no/such")
 
 
 def test_what_is_discarded_is_not_kept(fs: CastoreFileSystem) -> None:
