@@ -19,7 +19,7 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from castore import Entry, NameConflictError, NotFoundError, Store
+from castore import CorruptError, Entry, NameConflictError, NotFoundError, Store
 from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import (
     damage_error,
@@ -121,6 +121,8 @@ def _open_bytes(fs: CastoreFileSystem, path: str) -> io.BufferedReader:
                 # A file system lists this path, so "no such file" would be wrong, and readers would skip it.
                 raise lost_error(path, entry.digest) from error
             # The path was removed or written meanwhile.
+        except CorruptError as error:
+            raise damage_error(path, error) from error
 
 
 def _reopen(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
