@@ -19,7 +19,7 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-from castore import CorruptError, Entry, NameConflictError, NotFoundError, Store
+from castore import Entry, NameConflictError, NotFoundError, Store
 from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import (
     damage_error,
