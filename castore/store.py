@@ -683,7 +683,7 @@ class Store:
         if hit:
             return value
         self.index.require_writable()
-        # What cannot be kept is refused before it is computed.
+        # Arguments with which nothing can be kept are refused before the value is computed.
         self._putter.make_spec(key, ttl, metadata, False, "bytes")
         if serializer is not None:
             serializers.check_serializer(serializer)

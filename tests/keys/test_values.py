@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def told_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What other processes print, which are forked from one that has imported other people's libraries: the
+    """The output of other processes, which are forked from one that has imported other people's libraries: the
     fingerprints of `fingerprinted.MADE`, and the warnings of three runs of `_CASES`.
     """
     folder = tmp_path_factory.mktemp("drawn")

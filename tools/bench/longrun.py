@@ -20,7 +20,7 @@ from tools.bench import recipe, texts
 from tools.bench.textrun import Process, Ran
 
 STEPS = 5
-#: What keeps the results of steps.
+#: Ways to keep the results of steps.
 WAYS = ("cache", "checkpoint")
 _RECIPE = "text"
 # Parts of an uninterrupted run: earlier there is nothing to resume, later nothing left to do.

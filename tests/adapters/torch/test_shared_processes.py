@@ -113,7 +113,7 @@ def molecule(index: int) -> dict[str, torch.Tensor]:
 # --- loaders ------------------------------------------------------------------------------------------------
 
 
-# What a spawned worker gets is pickled, as for one of a fork server, which need not import torch.
+# A spawned worker gets pickled arguments, as one of a fork server does, which need not import torch.
 _CELLS = [Cell("fork", 0), Cell("fork", 2), Cell("forkserver", 1, True)]
 _SPAWN = Cell("spawn", 1, True)
 FEW_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")

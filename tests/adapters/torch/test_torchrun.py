@@ -25,7 +25,7 @@ ROOT = HERE.parents[2]
 
 # Ranks that torchrun forks have torch from it: each that it starts with a program imports it for a second.
 _FORKED = ("--run-path", "--start-method=fork")
-#: What the command `torchrun` does.
+#: The program of the command `torchrun`.
 _TORCHRUN = "from torch.distributed.run import main\nmain()"
 
 

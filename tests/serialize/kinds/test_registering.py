@@ -274,7 +274,7 @@ def test_classes_of_the_main_module_are_found_by_workers_and_later_runs(
 
 
 def _run_program(folder: Path, start: str, *, as_module: bool = False) -> str:
-    """What the program prints. Before it forks its worker, it need not import torch itself, which takes a second."""
+    """The output of the program. Before it forks its worker, it need not import torch itself, which takes a second."""
     if start == "spawn":
         return _run([*(["-m", "program"] if as_module else ["program.py"]), str(folder), start], folder)
     what = "run_module('program'" if as_module else "run_path('program.py'"
