@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, BinaryIO
 
@@ -19,6 +17,7 @@ from castore.cli.std_streams import need_output
 from castore.cli.store_access import find_blob, open_store, require_path
 from castore.errors import CastoreError, add_filename
 from castore.records import Blob
+from castore.system.local_files import replacing
 
 #: Below this size a bar would be gone before it is seen.
 _LARGE = 32_000_000
@@ -53,27 +52,13 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
     target = os.path.realpath(output)
     if os.path.isdir(target):
         raise CastoreError(f"{printable(output)} is a folder; give the name of a file in it with -o")
-    if os.path.exists(target) and not os.path.isfile(target):
-        # A device or a pipe is written to: renaming a file over /dev/null would not do.
-        with add_filename(output), open(target, "wb") as file:
-            _write(store, blob, file, name)
-        return
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         raise CastoreError(
             f"there is no folder {printable(folder)} to write {printable(output)} into; make it first"
         )
-    temporary = os.path.join(folder, f".castore-{secrets.token_hex(8)}.part")
-    try:
-        with add_filename(output), open(temporary, "xb") as file:
-            _write(store, blob, file, name)
-        os.rename(temporary, target)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.filename == temporary:
-            error.filename = output  # the user does not know the temporary file
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with add_filename(output), replacing(output) as file:
+        _write(store, blob, file, name)
 
 
 def _write(store: Store, blob: Blob, file: BinaryIO, name: str) -> None:

@@ -3,7 +3,7 @@ and others.
 
 `filesystem` maps fsspec's calls to those of the store. `files` has the open files. `unfinished` ends files
 that are never closed, and `unwinding` finds the exceptions that end a block. `stores` opens each store once a
-process. `local_files` replaces files outside the store. `paths` is for universal_pathlib.
+process. `paths` is for universal_pathlib.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ from castore.adapters.filesystem.errors import (
     raising_write_errors,
 )
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
-from castore.adapters.filesystem.local_files import replacing
 from castore.adapters.filesystem.stores import shared_store
 from castore.names import below, check_prefix
 from castore.settings import default_path
+from castore.system.local_files import replacing
 
 #: Options of a put, for all files of a file system or for one.
 _PUT_OPTIONS = ("codec", "level", "ttl", "metadata", "pin")

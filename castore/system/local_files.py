@@ -1,4 +1,4 @@
-"""Local files that are copied from a store: whole or as they were."""
+"""Files that a program replaces: whole, or as they were."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import BinaryIO
 def replacing(path: str) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` at the end of the block.
 
-    An error in the block leaves ``path`` as it was: caches of fsspec take every file that they find for a
-    whole one. A device or a pipe is written to directly, since a file must not take its place.
+    An error in the block leaves ``path`` as it was: other programs take a file that they find for a whole
+    one. A device or a pipe is written to directly, since a file must not take its place.
     """
     target = os.path.realpath(path)  # a symbolic link stays, and its target is replaced
     exists = os.path.exists(target)
