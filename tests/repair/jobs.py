@@ -21,7 +21,7 @@ from castore import Store
 from tests.helpers import mixed, noise, text
 
 #: Seconds between two turns of a job that goes on until ``enough``: the commands need processors too.
-PAUSE = 0.1
+PAUSE = 0.4
 ROWS = 60
 ITEMS = 96
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from castore import CastoreError
 from castore.adapters.torch.dataset_identity import dataset_key
-from tests.adapters.torch.conftest import START_METHODS, Cell
+from tests.adapters import programs
+from tests.adapters.torch.conftest import Cell
 from tests.adapters.torch.shards import Make, indices_of, of_node
 
 
@@ -144,7 +143,11 @@ def test_a_cache_around_a_shard_is_refused(make_shard: Make) -> None:
 # Workers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", [Cell(start, 2, True) for start in START_METHODS], ids=str, indirect=True)
+# A spawned worker imports torch for a second, so one has to do.
+_PERSISTENT = [Cell("fork", 2, True), Cell("forkserver", 2, True), Cell("spawn", 1, True)]
+
+
+@pytest.mark.parametrize("cell", _PERSISTENT, ids=str, indirect=True)
 def test_an_epoch_reaches_persistent_workers(
     cell: Cell, make_shard: Make, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,15 +254,12 @@ class Pictures(torch.utils.data.Dataset):
 
 def test_bilevelcaches_example_runs_with_only_the_import_changed(tmp_path: Path) -> None:
     (tmp_path / "pictures.py").write_text(PICTURES)
-    (tmp_path / "example.py").write_text(EXAMPLE)
     environ = {"RANK": "0", "WORLD_SIZE": "1", "PICTURES": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, env={**os.environ, **environ},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout.strip() == "8"
+    example = programs.Program(EXAMPLE, notes=tmp_path, folder=tmp_path, environment=os.environ | environ)
+    code, out, err = example.end()
+    assert code == 0, err
+    assert "Traceback" not in err
+    assert out.strip() == "8"
     hits, misses = (line for line in (tmp_path / "out.txt").read_text().splitlines() if line)
     assert hits.startswith("0 hit[")
     assert misses.startswith("0 miss[")

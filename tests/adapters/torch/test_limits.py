@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from castore.adapters.torch.level_sizes import disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import InvalidValueError, StoreError
 from castore.shm.free_space import shm_free
+from tests.adapters import programs
 from tests.adapters.torch.records import open_levels, visit
 from tests.helpers import in_small_shm, noise
 
@@ -78,13 +78,10 @@ def test_a_full_disk_is_an_error_at_the_start_and_a_warning_later(tmp_path: Path
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24M", "tmpfs", place], check=True)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", SMALL_DISK, place], capture_output=True, text=True, timeout=300
-        )
+        out = programs.run(SMALL_DISK, place, notes=tmp_path, folder=tmp_path)
     finally:
         subprocess.run(["umount", place], check=True)
-    assert done.returncode == 0, done.stderr
-    refused, warned, hits, samples = done.stdout.splitlines()
+    refused, warned, hits, samples = out.splitlines()
     assert refused.startswith("the disk of ")
     assert refused.endswith("free: make room")
     assert warned.startswith("1 no more samples are cached for now: "), "one warning, not thousands"

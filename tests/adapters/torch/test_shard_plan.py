@@ -4,9 +4,8 @@ the world.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from castore.adapters.torch.shard_plan import (
     shard_sizes,
     slice_of,
 )
+from tests.adapters import programs
 
 counts = st.integers(0, 400)
 seeds = st.integers(0, 2**70)
@@ -57,11 +57,11 @@ def test_permutation_is_the_same_on_every_machine_and_in_every_version() -> None
     assert permutation(6, 2**70, "epoch", 3, 0, 1).tolist() == [0, 1, 3, 4, 2, 5]
 
 
-def test_permutation_is_the_same_in_another_process() -> None:
+def test_permutation_is_the_same_in_another_process(tmp_path: Path) -> None:
     code = (
         "from castore.adapters.torch.shard_plan import permutation; print(permutation(50, 13, 'x').tolist())"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    found = programs.run(code, notes=tmp_path, folder=tmp_path)
     assert found.strip() == str(permutation(50, 13, "x").tolist())
 
 
