@@ -207,7 +207,8 @@ def _is_soon_known(store: Store, names: list[str]) -> bool:
         # seconds.
         deadline = time.monotonic() + 12
         while time.monotonic() < deadline:
-            if all(entry.accessed >= before for entry in store.entries()):
+            last = store.entry(names[-1])
+            if last and last.accessed >= before and all(e.accessed >= before for e in store.entries()):
                 return True
             time.sleep(0.1)
     return False
