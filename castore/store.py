@@ -297,6 +297,7 @@ class Store:
         Args:
             codec, level, ttl, metadata, pin: as for `put`.
             replace: False raises a `NameConflictError` at the end of the block if the name is there by then.
+                A name that is missing for `get` is not there.
 
         Raises:
             InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at
@@ -356,7 +357,8 @@ class Store:
 
         Args:
             expected: a name, and the digest in hex that it must still point to, or None if it must be
-                missing. An expired name is missing, as for `get` and `entry`.
+                missing, as it is for `get`. Where bytes were found damaged or gone, None and the digest that
+                `entry` still gives both hold, and a put heals the name.
             items: ``(name, data)``, or ``(name, data, metadata)``, of any size together. They are seen whole
                 or not at all. Without items, names are only removed.
             drop: names to remove; missing ones are passed over.

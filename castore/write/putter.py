@@ -139,7 +139,7 @@ class Putter:
         """See `Store.create`."""
 
         def require_new(txn: Write) -> None:
-            if not replace and txn.current(spec.name, time.time()) is not None:
+            if not replace and not txn.holds(spec.name, None, time.time()):
                 raise NameConflictError(
                     f"there is an entry {spec.name!r} already; choose another name or delete it"
                 )
@@ -179,7 +179,7 @@ class Putter:
         digest = None if entry is None else bytes.fromhex(entry.digest)
 
         def require_same(txn: Write) -> None:
-            if txn.current(name, time.time()) != digest:
+            if not txn.holds(name, digest, time.time()):
                 raise NameChanged
 
         return self._create(spec, codec, level, require_same)
@@ -200,7 +200,7 @@ class Putter:
         )
 
         def on_begin(txn: Write) -> None:
-            if txn.current(entry.name, time.time()) != digest:
+            if not txn.holds(entry.name, digest, time.time()):
                 raise NameChanged
             if move and name != entry.name:
                 txn.delete_entry(entry.name)
@@ -289,7 +289,7 @@ class Putter:
 
         def on_begin(txn: Write) -> None:
             name, digest = expected
-            if txn.current(name, time.time()) != digest:
+            if not txn.holds(name, digest, time.time()):
                 raise NameChanged
             for name in drop:
                 txn.delete_entry(name)
