@@ -17,12 +17,12 @@ from castore.errors import FullError, InvalidValueError, NameConflictError, NotF
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
-from castore.records import Entry, EntrySpec
+from castore.records import Entry, EntrySpec, parse_digest
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.sql_errors import is_full
 from castore.units import parse_ttl
-from castore.write.arguments import as_bytes, copy_if_writable, dump_metadata, parse_item
+from castore.write.arguments import as_bytes, check_pin, copy_if_writable, dump_metadata, parse_items
 from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
@@ -70,7 +70,7 @@ class Putter:
         check_serializer(serializer)
         seconds = self.seconds(ttl)
         expires = None if seconds is None else time.time() + seconds
-        return EntrySpec(name, serializer, dump_metadata(metadata), expires, pin)
+        return EntrySpec(name, serializer, dump_metadata(metadata), expires, check_pin(pin))
 
     def make_specs(
         self,
@@ -80,8 +80,8 @@ class Putter:
     ) -> Iterator[tuple[EntrySpec, Buffer]]:
         """`make_spec` for many names, each with its bytes and perhaps metadata; all else has its default."""
         seconds = self.seconds(ttl)
-        for item in items:
-            name, data, metadata = parse_item(item)
+        pin = check_pin(pin)
+        for name, data, metadata in parse_items(items):
             expires = None if seconds is None else time.time() + seconds
             yield EntrySpec(check_name(name), "bytes", dump_metadata(metadata), expires, pin), data
 
@@ -111,7 +111,7 @@ class Putter:
         Raises:
             NotFoundError: the store does not have them.
         """
-        staged = self._writer.stage_known(bytes.fromhex(digest), may_be_away=True)
+        staged = self._writer.stage_known(parse_digest(digest), may_be_away=True)
         if staged is None:
             raise NotFoundError(f"{self._path} has no bytes of the digest {digest}; put them again")
         return staged
