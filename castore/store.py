@@ -35,7 +35,7 @@ from castore.read.tree_reader import TreeReader
 from castore.records import AWAY, LOST, Blob, Entry, Found, Mount, Totals, parse_digest
 from castore.repair import verify
 from castore.serialize import serializers
-from castore.settings import default_path
+from castore.settings import store_folder
 from castore.system.ballast import Ballast, is_short
 from castore.system.single_flight import ComputeLocks
 from castore.units import parse_budget, parse_count, parse_duration, parse_part, parse_size
@@ -85,7 +85,7 @@ class Store:
 
     Args:
         path: the store's folder, made if it does not exist; default ``$CASTORE_DIR``, then
-            ``$XDG_CACHE_HOME/castore``, then ``~/.cache/castore``.
+            ``$XDG_CACHE_HOME/castore``, then ``~/.cache/castore``. ``~`` at its beginning is the home folder.
         codec: ``"auto"`` (zstd, or raw for bytes that do not shrink), ``"zstd"``, ``"lz4"``, ``"gzip"`` or
             ``"none"``; default the codec that the store was made with.
         level: level of the codec; default the codec's own.
@@ -139,7 +139,7 @@ class Store:
             "durable": durable,
             "allow_pickle": allow_pickle,
         }
-        self.path = Path(os.path.abspath(default_path() if path is None else path))
+        self.path = store_folder(path)
         #: Whether this user can only read the store. Its file system is read-only, or the permissions say so.
         self.settings, self.read_only = open_folder(
             self.path, codec=codec, level=level, max_size=max_size, ttl=ttl
