@@ -694,6 +694,8 @@ class Store:
             validate: returns whether a kept object is still good. If not, the object is computed again.
 
         Raises:
+            InvalidValueError: threads of this process would wait for one another's keys for ever; the one
+                that would close the circle gets this error. Circles over processes are not seen, and wait.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
         """
         check_name(key)
