@@ -13,14 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from castore.errors import FullError, InvalidValueError, NameConflictError, NotFoundError, add_filename
+from castore.errors import (
+    FullError,
+    InvalidValueError,
+    NameConflictError,
+    NotFoundError,
+    StoreError,
+    add_filename,
+)
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
 from castore.records import Entry, EntrySpec, parse_digest
 from castore.serialize.serializers import check_serializer
-from castore.settings import Settings
-from castore.system.sql_errors import is_full
+from castore.settings import Settings, raise_if_gone
+from castore.system.sql_errors import SQL_ERRORS, is_full
 from castore.units import parse_ttl
 from castore.write.arguments import as_bytes, check_pin, copy_if_writable, dump_metadata, parse_items
 from castore.write.incoming import Creation, NewFile
@@ -319,17 +326,19 @@ class Putter:
                 return self._writer.commit(stage(True), on_begin)
             except Vanished:
                 return self._writer.commit(stage(False), on_begin)
-        except OSError as error:
+        except (OSError, StoreError, *SQL_ERRORS) as error:
+            raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
             raise self._full_disk_error() from error
 
     @contextmanager
     def explain_full_disk(self) -> Iterator[None]:
-        """Turn the error of a full disk into one that advises what to do."""
+        """Turn the error of a full disk, or of a folder that is gone, into one that advises what to do."""
         try:
             yield
-        except OSError as error:
+        except (OSError, StoreError, *SQL_ERRORS) as error:
+            raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
             raise self._full_disk_error() from error
