@@ -214,18 +214,6 @@ def _access_message(path: Path) -> str:
     return f"{closed}; ask its owner to share it with `init --shared`"
 
 
-def raise_if_gone(path: Path, error: BaseException) -> None:
-    """Raise the error for a store whose folder was removed, in place of an error that came of it.
-
-    Raises:
-        StoreError: there is no folder ``path``.
-    """
-    if not path.is_dir():
-        raise StoreError(
-            f"the folder of the store {path} is gone; open the store anew to make one"
-        ) from error
-
-
 def has_lost_settings(path: Path) -> bool:
     """Whether the folder is a store that has lost its settings: it has an index or a journal, made later."""
     if not path.is_dir():

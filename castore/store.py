@@ -14,13 +14,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import layout, stats, training
-from castore.errors import InvalidValueError, NotFoundError, RemoteWarning, StoreError
+from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
 from castore.gc import collect
 from castore.index import mounts, places
 from castore.index.transaction import Write
@@ -35,10 +35,10 @@ from castore.read.tree_reader import TreeReader
 from castore.records import AWAY, LOST, Blob, Entry, Found, Mount, Totals, parse_digest
 from castore.repair import verify
 from castore.serialize import serializers
-from castore.settings import raise_if_gone, store_folder
+from castore.settings import store_folder
 from castore.system.ballast import Ballast, is_short
+from castore.system.local_files import explain_gone
 from castore.system.single_flight import ComputeLocks
-from castore.system.sql_errors import SQL_ERRORS
 from castore.units import parse_budget, parse_count, parse_duration, parse_part, parse_size
 from castore.write.arguments import copy_if_writable, parse_expected, parse_items
 from castore.write.batch import Batch
@@ -73,23 +73,6 @@ def _require(record: object, kind: type[Blob] | type[Entry], of: str) -> None:
     if not isinstance(record, kind):
         source = kind.__name__.lower()
         raise InvalidValueError(f"{of} takes what `Store.{source}` gives, not {type(record).__name__}")
-
-
-def _explain_gone(method: F) -> F:
-    """Have a method of `Store` say that the store's folder is gone, where an error came of that.
-
-    `get` does so itself, for the call would cost it time; the putter does for puts.
-    """
-
-    @wraps(method)
-    def explaining(self: Store, *args: Any, **options: Any) -> Any:
-        try:
-            return method(self, *args, **options)
-        except (OSError, StoreError, *SQL_ERRORS) as error:
-            raise_if_gone(self.path, error)
-            raise
-
-    return explaining  # type: ignore[return-value]  # it takes and returns what the method does
 
 
 def _find_origin(parts: Parts) -> Origin:
@@ -243,7 +226,6 @@ class Store:
         spec = self._putter.make_spec(name, ttl, metadata, pin, serializer)
         return self._putter.put(spec, data, *self._putter.resolve_codec(codec, level))
 
-    @_explain_gone
     def put_file(
         self,
         name: str,
@@ -269,7 +251,6 @@ class Store:
         spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
         return self._putter.put_file(spec, path, *self._putter.resolve_codec(codec, level), progress)
 
-    @_explain_gone
     def put_stream(
         self,
         name: str,
@@ -345,7 +326,6 @@ class Store:
         spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
         return self._putter.create(spec, *self._putter.resolve_codec(codec, level), replace=replace)
 
-    @_explain_gone
     def put_many(
         self,
         items: Iterable[tuple[str, Buffer] | tuple[str, Buffer, dict[str, Any] | None]],
@@ -372,7 +352,6 @@ class Store:
         specified = self._putter.make_specs(items, ttl, pin)
         return self._putter.put_many(specified, *self._putter.resolve_codec(codec, level))
 
-    @_explain_gone
     def put_if(
         self,
         expected: tuple[str, str | None],
@@ -473,9 +452,6 @@ class Store:
         except TypeError:  # a list of names, which no dict takes
             check_name(name)
             raise
-        except (OSError, StoreError, *SQL_ERRORS) as error:
-            raise_if_gone(self.path, error)
-            raise
         return default if data is None else data
 
     @overload
@@ -484,13 +460,11 @@ class Store:
     @overload
     def get_many(self, names: Iterable[str], default: T) -> list[bytes | T]: ...
 
-    @_explain_gone
     def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
         """`get` for many names, in their order, with one question to the index."""
         found = self.source.get_many(list(require_several(names, "get_many")))
         return found if default is None else [default if data is None else data for data in found]
 
-    @_explain_gone
     def open(self, name: str) -> io.BufferedReader:
         """A seekable file over the bytes of ``name``. It decodes only the frames that are read.
 
@@ -543,17 +517,14 @@ class Store:
 
     # Blobs
 
-    @_explain_gone
     def find(self, name: str) -> Found | None:
         """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
         return self.index.find(check_name(name))
 
-    @_explain_gone
     def find_many(self, names: Iterable[str]) -> dict[str, Found]:
         """`find` for many names with one query of the index; missing names are left out."""
         return self.index.find_many(list(check_names(names, "find_many")))
 
-    @_explain_gone
     def blob(self, digest: bytes | str) -> Blob | None:
         """The record of a blob: its sizes, its codec and where its bytes lie. None for an unknown digest.
 
@@ -562,13 +533,11 @@ class Store:
         """
         return self.index.blob(parse_digest(digest))
 
-    @_explain_gone
     def get_blob(self, blob: Blob) -> bytes | None:
         """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
         _require(blob, Blob, "get_blob")
         return self.source.fetch(blob)
 
-    @_explain_gone
     def bring(self, blob: Blob) -> Blob:
         """Have a blob's bytes in the store if they are only in a remote; returns the blob's record then.
 
@@ -599,7 +568,6 @@ class Store:
             )
         return self.objects.path(blob)
 
-    @_explain_gone
     def open_blob(self, digest: bytes | str) -> OpenBlob:
         """A blob by its digest, held open: any range of its bytes, or all of them in order.
 
@@ -627,7 +595,6 @@ class Store:
         shown = digest if isinstance(digest, str) else digest.hex()
         raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
 
-    @_explain_gone
     def blobs_starting_with(self, digits: str, limit: int = 2) -> list[Blob]:
         """The first blobs whose digests begin with some hex digits; those without bytes are left out.
 
@@ -646,7 +613,6 @@ class Store:
         low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
         return self.index.blobs_between(low, high, parse_count(limit, "limit"))
 
-    @_explain_gone
     def names_of(self, digest: bytes | str) -> list[str]:
         """The names that point to a blob, expired or not. Reads every entry's row.
 
@@ -655,7 +621,6 @@ class Store:
         """
         return self.index.names_of(parse_digest(digest))
 
-    @_explain_gone
     def remove_blobs(self, digests: Iterable[bytes]) -> None:
         """Remove those of some blobs that no entry names, without the grace period of gc.
 
@@ -697,7 +662,6 @@ class Store:
             name, data, serializer=used, codec=codec, level=level, ttl=ttl, metadata=metadata, pin=pin
         )
 
-    @_explain_gone
     def load(self, name: str) -> Any:
         """The object that `save` kept.
 
@@ -712,7 +676,6 @@ class Store:
             raise self._not_found(name)
         return serializers.load(read.data, read.serializer, allow_pickle=self.allow_pickle)
 
-    @_explain_gone
     def get_or_compute(
         self,
         key: str,
@@ -747,7 +710,7 @@ class Store:
         self._putter.make_spec(key, ttl, metadata, False, "bytes")
         if serializer is not None:
             serializers.check_serializer(serializer)
-        with self._locks.hold(key):
+        with explain_gone(self.path), self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if not hit:
                 value = compute()
@@ -794,7 +757,6 @@ class Store:
 
     # Names
 
-    @_explain_gone
     def __contains__(self, name: str) -> bool:
         """Whether `get` finds bytes under ``name``, as far as the index knows. Does not count as a use.
 
@@ -810,7 +772,6 @@ class Store:
         """The names of all entries that are not missing, in their order."""
         return self.index.names(time.time())
 
-    @_explain_gone
     def __len__(self) -> int:
         """The number of entries that have not expired. Damaged ones count until they are put again."""
         return self.index.count(time.time())
@@ -819,7 +780,6 @@ class Store:
         """True, also for an empty store: ``if store`` tests whether there is a store."""
         return True
 
-    @_explain_gone
     def entry(self, name: str, *, expired: bool = False) -> Entry | None:
         """The entry of a name, or None if there is none or it has expired.
 
@@ -875,7 +835,6 @@ class Store:
         """
         return self.index.entries_with_key(key, check_prefix(prefix))
 
-    @_explain_gone
     def copy(self, name: str, to: str) -> Entry:
         """Give the same bytes a second name. No bytes are read or written.
 
@@ -888,7 +847,6 @@ class Store:
         """
         return self._copy(name, to, move=False)
 
-    @_explain_gone
     def rename(self, name: str, to: str) -> Entry:
         """Give an entry another name in one commit. The metadata, the expiry and the pin stay.
 
@@ -910,7 +868,6 @@ class Store:
                 return copied
         raise self._not_found(name)
 
-    @_explain_gone
     def delete(self, name: str) -> bool:
         """Remove a name; gc removes the bytes once no name is left. False if there was no such name.
 
@@ -919,7 +876,6 @@ class Store:
         check_name(name)
         return self._delete([name]) == 1
 
-    @_explain_gone
     def delete_unchanged(self, entry: Entry) -> bool:
         """Remove an entry, unless its bytes or its metadata have changed since it was read.
 
@@ -930,7 +886,6 @@ class Store:
         with self.index.write() as txn:
             return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
 
-    @_explain_gone
     def delete_many(self, names: Iterable[str]) -> int:
         """Remove many names, 2,000 to a commit; returns how many there were."""
         remaining, count = check_names(names, "delete_many"), 0
@@ -944,7 +899,6 @@ class Store:
 
         return self.parts.relieve(lambda: self.index.transact(delete))
 
-    @_explain_gone
     def pin(self, name: str) -> None:
         """Have gc leave an entry alone, expired or not.
 
@@ -953,7 +907,6 @@ class Store:
         """
         self._set_pinned(name, True)
 
-    @_explain_gone
     def unpin(self, name: str) -> None:
         """Undo `pin`.
 
@@ -969,7 +922,6 @@ class Store:
 
     # Dictionaries
 
-    @_explain_gone
     def train_dictionary(
         self,
         prefix: str,
@@ -994,7 +946,6 @@ class Store:
         """
         return training.train(self.parts, prefix, data, samples, size, level)
 
-    @_explain_gone
     def drop_dictionary(self, prefix: str) -> bool:
         """Compress new blobs below ``prefix`` without its dictionary. False if it had none.
 
@@ -1003,12 +954,10 @@ class Store:
         with self.index.write():
             return self.prefixes.set(check_prefix(prefix), None)
 
-    @_explain_gone
     def has_dictionary(self, name: str) -> bool:
         """Whether new small blobs of that name are compressed with a dictionary."""
         return self.prefixes.dictionary(check_prefix(name)) is not None
 
-    @_explain_gone
     def recompress(
         self, prefix: str = "", *, progress: Callable[[int], object] | None = None
     ) -> training.Rewritten:
@@ -1023,7 +972,6 @@ class Store:
 
     # Remotes
 
-    @_explain_gone
     def add_remote(
         self,
         name: str,
@@ -1090,7 +1038,6 @@ class Store:
         known.add(settings)
         return remote
 
-    @_explain_gone
     def remote(self, name: str) -> Remote:
         """The remote of a name that `add_remote` has kept.
 
@@ -1102,14 +1049,12 @@ class Store:
 
         return Remote(self.parts, Remotes(self.path, self.settings).get(name), self._remote_options())
 
-    @_explain_gone
     def remotes(self) -> list[str]:
         """The names of the remotes that the store knows, sorted."""
         from castore.remote.remotes import Remotes
 
         return Remotes(self.path, self.settings).names()
 
-    @_explain_gone
     def remove_remote(self, name: str) -> None:
         """Forget a remote. Nothing in it changes.
 
@@ -1141,7 +1086,6 @@ class Store:
 
     # Mounts
 
-    @_explain_gone
     def mounts(self) -> list[Mount]:
         """The live mounts of the store, the oldest first: those whose process runs.
 
@@ -1156,7 +1100,6 @@ class Store:
 
     # Upkeep
 
-    @_explain_gone
     def flush(self, *, seconds: float | None = None) -> None:
         """Write hit counts and last accesses to the index now instead of within seconds.
 
@@ -1170,7 +1113,6 @@ class Store:
         else:
             self._usage.flush_for(parse_duration(seconds))
 
-    @_explain_gone
     def counters(self) -> dict[str, int]:
         """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
 
@@ -1186,12 +1128,10 @@ class Store:
         """
         self.index.require_writable()
 
-    @_explain_gone
     def totals(self) -> Totals:
         """The numbers of entries and blobs, and their bytes. As quick at ten million as at ten."""
         return self.index.totals()
 
-    @_explain_gone
     def stat(self) -> stats.Stat:
         """Figures about the store: entries, bytes, hits, misses, mounts."""
         self._usage.flush_if_possible()
@@ -1216,7 +1156,6 @@ class Store:
         self, max_size: float | str | None = None, *, dry_run: bool, grace: float | str = ...
     ) -> collect.Collected | collect.Plan: ...
 
-    @_explain_gone
     def gc(
         self,
         max_size: float | str | None = None,
@@ -1241,9 +1180,13 @@ class Store:
         """
         budget = self.settings.max_size if max_size is None else parse_budget(max_size)
         seconds = parse_duration(grace)
-        if dry_run:
-            return collect.plan(self.parts, budget, seconds)
-        self.index.require_writable()
+        with explain_gone(self.path):
+            if dry_run:
+                return collect.plan(self.parts, budget, seconds)
+            self.index.require_writable()
+            return self._collect(budget, seconds)
+
+    def _collect(self, budget: int | None, seconds: float) -> collect.Collected:
         try:
             collected = self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
             if (self.path / layout.PAGES).is_dir():
@@ -1254,7 +1197,6 @@ class Store:
         finally:
             self._ballast.keep()
 
-    @_explain_gone
     def verify(
         self,
         *,
@@ -1272,4 +1214,5 @@ class Store:
         sample = parse_part(sample, "sample")
         if repair:
             self.index.require_writable()
-        return verify.run(self.parts, repair=repair, sample=sample, progress=progress)
+        with explain_gone(self.path):
+            return verify.run(self.parts, repair=repair, sample=sample, progress=progress)

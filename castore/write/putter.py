@@ -18,7 +18,6 @@ from castore.errors import (
     InvalidValueError,
     NameConflictError,
     NotFoundError,
-    StoreError,
     add_filename,
 )
 from castore.index.transaction import Write
@@ -26,7 +25,8 @@ from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
 from castore.records import Entry, EntrySpec, parse_digest
 from castore.serialize.serializers import check_serializer
-from castore.settings import Settings, raise_if_gone
+from castore.settings import Settings
+from castore.system.local_files import raise_if_gone
 from castore.system.sql_errors import SQL_ERRORS, is_full
 from castore.units import parse_ttl
 from castore.write.arguments import as_bytes, check_pin, copy_if_writable, dump_metadata, parse_items
@@ -326,7 +326,7 @@ class Putter:
                 return self._writer.commit(stage(True), on_begin)
             except Vanished:
                 return self._writer.commit(stage(False), on_begin)
-        except (OSError, StoreError, *SQL_ERRORS) as error:
+        except (OSError, *SQL_ERRORS) as error:
             raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
@@ -337,7 +337,7 @@ class Putter:
         """Turn the error of a full disk, or of a folder that is gone, into one that advises what to do."""
         try:
             yield
-        except (OSError, StoreError, *SQL_ERRORS) as error:
+        except (OSError, *SQL_ERRORS) as error:
             raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
