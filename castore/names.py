@@ -62,12 +62,20 @@ def check_names(names: Iterable[str], of: str) -> Iterator[str]:
         of: the function that takes them, for the message.
 
     Raises:
-        InvalidValueError: it is one name.
+        InvalidValueError: it is one name, or nothing that has several.
         InvalidNameError: (while iterating) see `check_name`.
     """
+    return map(check_name, require_several(names, of))
+
+
+def require_several(names: Iterable[str], of: str) -> Iterator[str]:
+    """`check_names`, for a caller that checks each name by itself."""
     if isinstance(names, str | bytes):
         raise InvalidValueError(f"{of} takes several names, not one: write [{names!r}]")
-    return map(check_name, names)
+    try:
+        return iter(names)
+    except TypeError:
+        raise InvalidValueError(f"{of} takes several names, not {type(names).__name__}") from None
 
 
 def check_known_name(name: str) -> str:

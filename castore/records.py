@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from castore.errors import InvalidValueError
+
 #: `Blob.pack` of a blob whose bytes are a file of their own.
 LOOSE = 0
 #: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.
@@ -32,6 +34,27 @@ def entry_check(name: str, digest: bytes) -> int:
         return xxhash.xxh3_64_intdigest(name.encode() + digest) & 0xFFFFFFFF
     except TypeError:  # from a damaged row: equals no stored check
         return -1
+
+
+def parse_digest(digest: bytes | str) -> bytes:
+    """A digest as raw bytes. One of another length than `DIGEST_SIZE` is no blob's.
+
+    Args:
+        digest: hex digits, as in `Entry.digest`, or raw bytes.
+
+    Raises:
+        InvalidValueError: it is neither.
+
+    >>> parse_digest("zz")
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: a digest is 64 hex digits, as in `Entry.digest`, or 32 bytes, not 'zz'
+    """
+    try:
+        return bytes.fromhex(digest) if isinstance(digest, str) else bytes(memoryview(digest))
+    except (TypeError, ValueError):
+        raise InvalidValueError(
+            f"a digest is 64 hex digits, as in `Entry.digest`, or 32 bytes, not {digest!r:.100}"
+        ) from None
 
 
 class Blob(NamedTuple):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from castore import layout
-from castore.errors import NestedStoreWarning, StoreError, read_only_error
+from castore.errors import InvalidValueError, NestedStoreWarning, StoreError, read_only_error
 from castore.objects.codecs import check_codec
 from castore.system import ownership
 from castore.system.ballast import Ballast
@@ -33,6 +34,8 @@ FORMAT = 1
 FILE = layout.SETTINGS
 # Bytes, far more than the settings take. A longer file is cut, and then is not valid JSON.
 _MAX_BYTES = 65_536
+# One slash is enough for the schemes of remotes: `Path("s3://bucket")` has one.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://|(s3|gs|az|file):/").match
 # Backup tools skip a folder with this signature: https://bford.info/cachedir/
 _CACHEDIR_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by castore.\n"
 _NETWORK = {
@@ -101,6 +104,34 @@ def default_path() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("castore")
+
+
+def store_folder(path: Any = None) -> Path:
+    """The absolute path of a store's folder. ``~`` and ``~user`` at its beginning are expanded.
+
+    Args:
+        path: text or a path object; default `default_path`.
+
+    Raises:
+        InvalidValueError: it is a URL, no path, or names a user that there is not.
+    """
+    given = default_path() if path is None else path
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        raise InvalidValueError(f"the folder of a store is a path as text, not {type(text).__name__}")
+    if found := _SCHEME(text):
+        # The URL may have a password in it.
+        raise InvalidValueError(
+            f"a store is a folder on a local disk, not a URL ({found[1] or found[2]}://…);"
+            " a bucket or a shared folder is a remote of a store: `castore remote add`, see docs/remote.md"
+        )
+    expanded = os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        raise InvalidValueError(
+            f"{text!r} begins with the home of a user that there is not; write ./{text} for a folder of that"
+            " name"
+        )
+    return Path(os.path.abspath(expanded))
 
 
 def merge(base: Settings, **changes: Any) -> Settings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +24,7 @@ from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
 from castore.gc import collect
 from castore.index import mounts, places
 from castore.index.transaction import Write
-from castore.names import check_name, check_names, check_prefix
+from castore.names import check_name, check_names, check_prefix, require_several
 from castore.objects.codecs import Buffer
 from castore.parts import Parts, open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
@@ -31,14 +32,15 @@ from castore.read.open_blob import OpenBlob
 from castore.read.origin import BlobAccess, Origin
 from castore.read.source import ATTEMPTS
 from castore.read.tree_reader import TreeReader
-from castore.records import AWAY, LOST, Blob, Entry, Found, Mount, Totals
+from castore.records import AWAY, LOST, Blob, Entry, Found, Mount, Totals, parse_digest
 from castore.repair import verify
 from castore.serialize import serializers
-from castore.settings import default_path
+from castore.settings import store_folder
 from castore.system.ballast import Ballast, is_short
+from castore.system.local_files import explain_gone
 from castore.system.single_flight import ComputeLocks
-from castore.units import parse_budget, parse_duration, parse_size
-from castore.write.arguments import copy_if_writable, parse_expected, parse_item
+from castore.units import parse_budget, parse_count, parse_duration, parse_part, parse_size
+from castore.write.arguments import copy_if_writable, parse_expected, parse_items
 from castore.write.batch import Batch
 from castore.write.incoming import NewFile
 from castore.write.putter import Putter, SupportsRead
@@ -55,6 +57,8 @@ _S = TypeVar("_S", bound="Store")
 #: Default bound in bytes on the RAM tier of a `Store`. It is modest, because each process has its own tier.
 DEFAULT_MEMORY = 128_000_000
 
+_HEX = re.compile(r"[0-9a-f]{0,64}").fullmatch
+
 #: Names that `delete_many` removes in one commit.
 _BATCH = 2000
 #: The same where the disk has no room for a long log.
@@ -63,6 +67,12 @@ _SMALL_BATCH = 50
 
 def _is_over(found: Found) -> bool:
     return found.expires is not None and found.expires <= time.time()
+
+
+def _require(record: object, kind: type[Blob] | type[Entry], of: str) -> None:
+    if not isinstance(record, kind):
+        source = kind.__name__.lower()
+        raise InvalidValueError(f"{of} takes what `Store.{source}` gives, not {type(record).__name__}")
 
 
 def _find_origin(parts: Parts) -> Origin:
@@ -76,7 +86,7 @@ class Store:
 
     Args:
         path: the store's folder, made if it does not exist; default ``$CASTORE_DIR``, then
-            ``$XDG_CACHE_HOME/castore``, then ``~/.cache/castore``.
+            ``$XDG_CACHE_HOME/castore``, then ``~/.cache/castore``. ``~`` at its beginning is the home folder.
         codec: ``"auto"`` (zstd, or raw for bytes that do not shrink), ``"zstd"``, ``"lz4"``, ``"gzip"`` or
             ``"none"``; default the codec that the store was made with.
         level: level of the codec; default the codec's own.
@@ -130,7 +140,7 @@ class Store:
             "durable": durable,
             "allow_pickle": allow_pickle,
         }
-        self.path = Path(os.path.abspath(default_path() if path is None else path))
+        self.path = store_folder(path)
         #: Whether this user can only read the store. Its file system is read-only, or the permissions say so.
         self.settings, self.read_only = open_folder(
             self.path, codec=codec, level=level, max_size=max_size, ttl=ttl
@@ -297,6 +307,7 @@ class Store:
         Args:
             codec, level, ttl, metadata, pin: as for `put`.
             replace: False raises a `NameConflictError` at the end of the block if the name is there by then.
+                A name that is missing for `get` is not there.
 
         Raises:
             InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at
@@ -356,7 +367,8 @@ class Store:
 
         Args:
             expected: a name, and the digest in hex that it must still point to, or None if it must be
-                missing. An expired name is missing, as for `get` and `entry`.
+                missing, as it is for `get`. Where bytes were found damaged or gone, None and the digest that
+                `entry` still gives both hold, and a put heals the name.
             items: ``(name, data)``, or ``(name, data, metadata)``, of any size together. They are seen whole
                 or not at all. Without items, names are only removed.
             drop: names to remove; missing ones are passed over.
@@ -381,7 +393,7 @@ class Store:
                     if is_list
                     else copy_if_writable(self._dumped(data, serializer)),
                 )
-                for name, data, metadata in map(parse_item, items)
+                for name, data, metadata in parse_items(items)
             ],
             list(check_names(drop, "put_if(drop=)")),
             *self._putter.resolve_codec(codec, level),
@@ -435,7 +447,11 @@ class Store:
         >>> store.get("no/such/name", b"")
         b''
         """
-        data = self.source.get(name)
+        try:
+            data = self.source.get(name)
+        except TypeError:  # a list of names, which no dict takes
+            check_name(name)
+            raise
         return default if data is None else data
 
     @overload
@@ -446,9 +462,7 @@ class Store:
 
     def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
         """`get` for many names, in their order, with one question to the index."""
-        if isinstance(names, str):
-            raise InvalidValueError(f"get_many takes several names, not one: get_many([{names!r}]), or get")
-        found = self.source.get_many(list(names))
+        found = self.source.get_many(list(require_several(names, "get_many")))
         return found if default is None else [default if data is None else data for data in found]
 
     def open(self, name: str) -> io.BufferedReader:
@@ -517,10 +531,11 @@ class Store:
         Args:
             digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
         """
-        return self.index.blob(bytes.fromhex(digest) if isinstance(digest, str) else digest)
+        return self.index.blob(parse_digest(digest))
 
     def get_blob(self, blob: Blob) -> bytes | None:
         """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
+        _require(blob, Blob, "get_blob")
         return self.source.fetch(blob)
 
     def bring(self, blob: Blob) -> Blob:
@@ -530,6 +545,7 @@ class Store:
             NotFoundError: the remote has lost them.
             RemoteError: the remote cannot be used.
         """
+        _require(blob, Blob, "bring")
         if blob.pack != AWAY:
             return blob
         try:
@@ -544,6 +560,7 @@ class Store:
         Raises:
             NotFoundError: the bytes were found damaged or missing, or are only in a remote.
         """
+        _require(blob, Blob, "path_of")
         if not blob.is_here:
             raise NotFoundError(
                 f"the bytes of blob {blob.digest.hex()} are not in {self.path}: they are damaged, missing, or"
@@ -591,8 +608,10 @@ class Store:
         >>> [blob.size for blob in store.blobs_starting_with(entry.digest[:12])]
         [5]
         """
+        if type(digits) is not str or not _HEX(digits):
+            raise InvalidValueError(f"a digest begins with hex digits, at most 64, not {digits!r:.100}")
         low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-        return self.index.blobs_between(low, high, limit)
+        return self.index.blobs_between(low, high, parse_count(limit, "limit"))
 
     def names_of(self, digest: bytes | str) -> list[str]:
         """The names that point to a blob, expired or not. Reads every entry's row.
@@ -600,7 +619,7 @@ class Store:
         Args:
             digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
         """
-        return self.index.names_of(bytes.fromhex(digest) if isinstance(digest, str) else digest)
+        return self.index.names_of(parse_digest(digest))
 
     def remove_blobs(self, digests: Iterable[bytes]) -> None:
         """Remove those of some blobs that no entry names, without the grace period of gc.
@@ -608,7 +627,7 @@ class Store:
         Raises:
             StoreError: a live mount does not answer.
         """
-        collect.remove_blobs(self.parts, list(digests))
+        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in digests])
 
     def count_use(self, name: str) -> None:
         """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`."""
@@ -652,7 +671,7 @@ class Store:
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it
                 holds a type that this process has neither imported nor registered.
         """
-        read = self.source.read(name)
+        read = self.source.read(check_name(name))
         if read is None:
             raise self._not_found(name)
         return serializers.load(read.data, read.serializer, allow_pickle=self.allow_pickle)
@@ -676,6 +695,8 @@ class Store:
             validate: returns whether a kept object is still good. If not, the object is computed again.
 
         Raises:
+            InvalidValueError: threads of this process would wait for one another's keys for ever; the one
+                that would close the circle gets this error. Circles over processes are not seen, and wait.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
         """
         check_name(key)
@@ -684,10 +705,12 @@ class Store:
             return value
         self.index.require_writable()
         # Arguments with which nothing can be kept are refused before the value is computed.
+        if not callable(compute):
+            raise InvalidValueError(f"compute is a function that is called, not {type(compute).__name__}")
         self._putter.make_spec(key, ttl, metadata, False, "bytes")
         if serializer is not None:
             serializers.check_serializer(serializer)
-        with self._locks.hold(key):
+        with explain_gone(self.path), self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if not hit:
                 value = compute()
@@ -859,6 +882,7 @@ class Store:
         Returns:
             Whether it was removed.
         """
+        _require(entry, Entry, "delete_unchanged")
         with self.index.write() as txn:
             return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
 
@@ -996,8 +1020,10 @@ class Store:
 
         self.require_writable()
         bytes_a_second = None if rate is None else parse_size(rate)
-        if (requests is not None and requests < 1) or bytes_a_second == 0:
-            raise InvalidValueError("a remote that may do nothing is of no use: give bounds of at least 1")
+        if requests is not None:
+            requests = parse_count(requests, "requests")
+        if bytes_a_second == 0:
+            raise InvalidValueError("a remote that may do nothing is of no use: give a rate of at least 1")
         settings = RemoteSettings(
             check_remote_name(name), url, read_only, single_writer, requests, bytes_a_second
         )
@@ -1085,7 +1111,7 @@ class Store:
         if seconds is None:
             self._usage.flush()
         else:
-            self._usage.flush_for(seconds)
+            self._usage.flush_for(parse_duration(seconds))
 
     def counters(self) -> dict[str, int]:
         """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
@@ -1154,9 +1180,13 @@ class Store:
         """
         budget = self.settings.max_size if max_size is None else parse_budget(max_size)
         seconds = parse_duration(grace)
-        if dry_run:
-            return collect.plan(self.parts, budget, seconds)
-        self.index.require_writable()
+        with explain_gone(self.path):
+            if dry_run:
+                return collect.plan(self.parts, budget, seconds)
+            self.index.require_writable()
+            return self._collect(budget, seconds)
+
+    def _collect(self, budget: int | None, seconds: float) -> collect.Collected:
         try:
             collected = self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
             if (self.path / layout.PAGES).is_dir():
@@ -1181,8 +1211,8 @@ class Store:
             sample: part of the blobs to read, chosen at random: 0.05 reads 5 %.
             progress: called with the stored bytes of each blob that was read.
         """
-        if not 0 < sample <= 1:
-            raise InvalidValueError(f"sample must be above 0 and at most 1 (all), not {sample!r}")
+        sample = parse_part(sample, "sample")
         if repair:
             self.index.require_writable()
-        return verify.run(self.parts, repair=repair, sample=sample, progress=progress)
+        with explain_gone(self.path):
+            return verify.run(self.parts, repair=repair, sample=sample, progress=progress)

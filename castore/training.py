@@ -19,7 +19,7 @@ from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
 from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, with_number
 from castore.objects.encode import AUTO_SAVING, encode_small
 from castore.records import Blob
-from castore.units import format_size, parse_size
+from castore.units import format_size, parse_count, parse_size
 from castore.write.open_pack import Vanished
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def train(
         raise InvalidValueError(
             f"a dictionary has {format_size(SMALLEST)} to {format_size(LARGEST)}, not {format_size(most)}"
         )
-    if samples < 1:
-        raise InvalidValueError(f"samples must be 1 or more, not {samples!r}")
+    samples = parse_count(samples, "samples")
     level = _level(parts, level)
     taken = _take(_stored(parts, prefix, samples) if data is None else data, samples)
     trained, dictionary = _make(prefix, taken, most, level)
@@ -123,6 +122,10 @@ def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
     taken: dict[bytes, None] = {}
     size = 0
     for sample in data:
+        if not isinstance(sample, bytes | bytearray | memoryview):
+            raise InvalidValueError(
+                f"samples of a dictionary are a list of bytes; one is {type(sample).__name__}"
+            )
         if 0 < len(sample) <= DICTIONARY_LIMIT and sample not in taken:
             taken[bytes(sample)] = None
             size += len(sample)

@@ -13,6 +13,7 @@ import math
 import numbers
 import operator
 import re
+from typing import Any
 
 from castore.errors import InvalidValueError
 
@@ -67,7 +68,7 @@ def parse_size(size: str | int | float) -> int:
     elif isinstance(size, float):
         count = int(size) if size.is_integer() else None
     else:
-        count = _whole(size)
+        count = as_whole(size)
     if count is None or not 0 <= count <= _LARGEST:
         raise InvalidValueError(f"{_shown(size)} is not a size; {_SIZE_HELP}")
     return count
@@ -84,7 +85,47 @@ def _size_of_text(text: str) -> int | None:
     return None if rest and factor == 1 else count
 
 
-def _whole(number: object) -> int | None:
+def parse_count(count: int, what: str) -> int:
+    """A number of things, 1 or more.
+
+    Args:
+        count: the number.
+        what: the argument's name, for the message.
+
+    Raises:
+        InvalidValueError: it is something else.
+
+    >>> parse_count("3", "limit")
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: limit must be 1 or more, a whole number, not '3'
+    """
+    number = as_whole(count)
+    if number is None or not 1 <= number <= _LARGEST:
+        raise InvalidValueError(f"{what} must be 1 or more, a whole number, not {_shown(count)}")
+    return number
+
+
+def parse_part(part: Any, what: str) -> float:
+    """A part of a whole, above 0 and at most 1.
+
+    Args:
+        part: the number.
+        what: the argument's name, for the message.
+
+    Raises:
+        InvalidValueError: it is something else.
+
+    >>> parse_part("5%", "sample")
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: sample must be a number above 0 and at most 1 (all), not '5%'
+    """
+    if not isinstance(part, numbers.Real) or not 0 < float(part) <= 1:  # false for NaN
+        raise InvalidValueError(f"{what} must be a number above 0 and at most 1 (all), not {_shown(part)}")
+    return float(part)
+
+
+def as_whole(number: object) -> int | None:
+    """A whole number of any type as an int; None for anything else, True and False included."""
     if isinstance(number, bool):
         return None
     try:

@@ -383,7 +383,7 @@ def test_a_process_that_reads_and_writes_imports_only_what_that_needs(store: Sto
 
 def test_one_name_is_not_many(store: Store) -> None:
     store.put("a", b"x")
-    with pytest.raises(InvalidValueError, match=r"not one: get_many\(\['al'\]\), or get"):
+    with pytest.raises(InvalidValueError, match=r"get_many takes several names, not one: write \['al'\]"):
         store.get_many("al")
 
 

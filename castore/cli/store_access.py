@@ -6,7 +6,6 @@ folder.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ _HEX = re.compile(r"[0-9a-f]{8,64}").fullmatch
 def store_path(context: typer.Context) -> Path:
     """The folder that `--store`, the environment or the default names."""
     given = context.find_root().params.get("store")
-    return Path(os.path.abspath(settings.default_path() if given is None else require_path(given, "--store")))
+    return settings.store_folder(None if given is None else require_path(given, "--store"))
 
 
 def check_names(given: Iterable[str]) -> None:

@@ -52,9 +52,13 @@ _connected: set[sqlite3.Connection] = set()
 
 def checkpoint_at(db: sqlite3.Connection, pages: int) -> None:
     """Have the commits of a connection run a checkpoint once the WAL has that many pages."""
-    # Another thread may have closed the connection; the next one has the usual setting.
-    with block_forks(), contextlib.suppress(sqlite3.ProgrammingError):
-        db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
+    with block_forks():
+        try:
+            db.execute(f"PRAGMA wal_autocheckpoint = {pages}")
+        except sqlite3.ProgrammingError:
+            # Another thread may have closed the connection; the next one has the usual setting.
+            if db in _connected:
+                raise
 
 
 def retry_while_locked(work: Callable[[], T]) -> T:
@@ -192,7 +196,7 @@ class Connections:
         ):
             retry_while_locked(partial(_run_pragma, db, pragma))
 
-    def close(self, forget: Callable[[], object] = lambda: None, *, leave_wal: bool = False) -> None:
+    def close(self, forget: Callable[[], object], *, leave_wal: bool) -> None:
         """Close every thread's connection, once that thread is not inside SQLite.
 
         A connection that its thread uses for longer than `CLOSE_SECONDS` stays, until that thread has ended
@@ -219,19 +223,24 @@ class Connections:
             left = [opened for opened in self._open if opened.db in old]
             if not fork_gate.acquire(blocking=False):
                 return not left  # a thread is in the middle of a write transaction
+            idle: list[_Open] = []
             try:
-                last = self._open_reader() if leave_wal and left else None
-                for opened in left:
-                    if opened.db not in self._starting and opened.busy.acquire(blocking=False):
-                        try:
-                            _disconnect(opened.db)
-                            self._open.remove(opened)
-                            old.remove(opened.db)
-                        finally:
-                            opened.busy.release()
+                idle.extend(
+                    opened
+                    for opened in left
+                    if opened.db not in self._starting and opened.busy.acquire(blocking=False)
+                )
+                # Only the last connection to close may run a checkpoint.
+                last = self._open_reader() if leave_wal and idle and len(idle) == len(left) else None
+                for opened in idle:
+                    _disconnect(opened.db)
+                    self._open.remove(opened)
+                    old.remove(opened.db)
                 if last is not None:
                     last.close()
             finally:
+                for opened in idle:
+                    opened.busy.release()
                 fork_gate.release()
             return not any(opened.db in old for opened in left)
 

@@ -22,6 +22,7 @@ from castore.index.connections import BUSY_SECONDS, PAUSE_SECONDS, Connections, 
 from castore.index.schema import SCHEMA_VERSION, find_mismatch, migrate
 from castore.system.ballast import full_disk_error
 from castore.system.forks import block_forks, fork_gate, reset_after_fork
+from castore.system.local_files import raise_if_gone
 from castore.system.sql_errors import SQL_ERRORS, is_damage, is_locked
 from castore.system.temporary import check_regular, open_with_mode
 
@@ -187,6 +188,7 @@ class IndexFile:
 
     def raise_for(self, error: BaseException) -> NoReturn:
         """Raise the error that the user should see in place of ``error``."""
+        raise_if_gone(self.path.parent, error)
         if self.read_only and "unable to open" in str(error):
             raise StoreError(
                 f"{self.path} has a WAL, which cannot be read without {self.path.name}-shm where"

@@ -295,11 +295,20 @@ class Write:
         row = self.db.execute("SELECT digest FROM entries WHERE name = ?", (name,)).fetchone()
         return row[0] if row else None
 
-    def current(self, name: str, now: float) -> bytes | None:
-        """The digest a name points to, or None. An expired name counts as absent, as it does for readers."""
-        sql = "SELECT digest FROM entries WHERE name = ? AND (expires IS NULL OR expires + 0.0 > ?)"
+    def holds(self, name: str, digest: bytes | None, now: float) -> bool:
+        """Whether a name points to ``digest``, as `Index.entry` has it; for None, whether readers miss it.
+
+        An expired name points nowhere. A name whose bytes are lost is missing, and still points to its
+        digest: both expectations hold, and the put that depends on one of them heals the name.
+        """
+        sql = (
+            "SELECT e.digest, e.checked, b.pack FROM entries e LEFT JOIN blobs b ON b.digest = e.digest"
+            " WHERE e.name = ? AND (e.expires IS NULL OR e.expires + 0.0 > ?)"
+        )
         row = self.db.execute(sql, (name, now)).fetchone()
-        return row[0] if row else None
+        if row is None or row[1] != entry_check(name, row[0]):
+            return digest is None
+        return row[2] in (None, LOST) if digest is None else row[0] == digest
 
     def delete_entry(self, name: str) -> bool:
         """Remove a name; False if there is none."""

@@ -9,7 +9,6 @@ Nothing here knows files, seek tables or the index. To add a codec, add a row to
 
 from __future__ import annotations
 
-import operator
 import threading
 import zlib
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import zstandard
 
 from castore.errors import CorruptError, InvalidValueError
 from castore.objects import lz4blocks
+from castore.units import as_whole
 
 #: Uncompressed bytes in every frame of a blob except its last. Part of the format: see docs/format.md.
 FRAME_SIZE = 256 * 1024
@@ -218,10 +218,11 @@ def check_codec(name: str, level: int | None) -> tuple[str, int | None]:
     >>> check_codec("zstd", 19)
     ('zstd', 19)
     """
-    if name != "auto" and name not in CODECS:
+    if name not in ("auto", *CODECS):  # no look-up in the dict, for a list cannot be hashed
         raise InvalidValueError(f"unknown codec {name!r}: choose auto, {', '.join(CODECS)}")
     if level is not None:
         low, high = CODECS[AUTO_CODEC if name == "auto" else name].levels
-        if not low <= operator.index(level) <= high:
-            raise InvalidValueError(f"codec {name!r} has levels {low} to {high}, not {level!r}")
+        number = as_whole(level)
+        if number is None or not low <= number <= high:
+            raise InvalidValueError(f"codec {name!r} has the levels {low} to {high}, not {level!r}")
     return name, level

@@ -9,6 +9,7 @@ from types import TracebackType
 from castore.errors import CorruptError, InvalidValueError
 from castore.read.origin import BlobAccess
 from castore.records import Blob
+from castore.units import as_whole
 
 
 class OpenBlob:
@@ -36,15 +37,17 @@ class OpenBlob:
         """Up to ``size`` bytes from ``offset``; fewer only at the end of the blob.
 
         Raises:
-            InvalidValueError: a number is negative, or the blob is closed.
+            InvalidValueError: an argument is negative or no whole number, or the blob is closed.
             CorruptError: the stored bytes are damaged.
         """
-        if offset < 0 or size < 0:
+        first, length = as_whole(offset), as_whole(size)
+        if first is None or length is None or first < 0 or length < 0:
             raise InvalidValueError(
-                f"read({offset}, {size}) of a blob: the offset and the size are numbers of bytes from 0 on"
+                f"read({offset!r:.50}, {size!r:.50}) of a blob: the offset and the size are whole numbers of"
+                " bytes from 0 on"
             )
         with self._reporting_damage():
-            return self._reader.read(offset, size)
+            return self._reader.read(first, length)
 
     def read_all(self) -> bytes:
         """All bytes, decoded on all cores.

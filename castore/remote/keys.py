@@ -6,6 +6,7 @@ Has names only: never asks a bucket.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from castore.errors import InvalidNameError
 
@@ -45,7 +46,7 @@ def ref_key(ref: str) -> str:
     return REFS + check_ref(ref)
 
 
-def check_ref(ref: str, kind: str = "ref") -> str:
+def check_ref(ref: Any, kind: str = "ref") -> str:
     """Return ``ref``.
 
     Args:
@@ -58,9 +59,9 @@ def check_ref(ref: str, kind: str = "ref") -> str:
     >>> check_ref("imagenet-2012")
     'imagenet-2012'
     """
-    if not _REF.fullmatch(ref) or ref.endswith("."):
+    if not isinstance(ref, str) or not _REF.fullmatch(ref) or ref.endswith("."):
         raise InvalidNameError(
             f"{ref!r} cannot be a {kind}: use up to 100 letters, digits, dots, dashes and underscores,"
             " the first a letter or a digit, the last no dot"
         )
-    return ref
+    return str(ref)

@@ -42,8 +42,8 @@ def parse_url(url: str) -> Place:
     Place(scheme='file', bucket='', path='/mnt/shared/castore')
     """
     try:
-        parts = urlsplit(url)
-    except ValueError:
+        parts = urlsplit(str.__str__(url))
+    except (TypeError, ValueError):
         raise InvalidValueError(f"{_form()}; this is no URL") from None
     # No message repeats a URL that may have a password in it.
     if "@" in parts.netloc:

@@ -97,7 +97,7 @@ def check_serializer(name: str) -> str:
     Raises:
         InvalidValueError: there is no such serializer.
     """
-    if name not in SERIALIZERS:
+    if name not in tuple(SERIALIZERS):  # no look-up in the dict, for a list cannot be hashed
         raise InvalidValueError(f"there is no serializer {name!r}; take one of {', '.join(SERIALIZERS)}")
     return name
 

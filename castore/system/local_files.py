@@ -1,4 +1,4 @@
-"""Files that a program replaces: whole, or as they were."""
+"""Files that a program replaces, whole or as they were, and folders that go away."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO
+
+from castore.errors import StoreError
 
 
 @contextmanager
@@ -35,4 +38,26 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             error.filename = path  # the caller does not know the temporary file
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+        raise
+
+
+def raise_if_gone(path: Path, error: BaseException) -> None:
+    """Raise the error for a store whose folder was removed, in place of an error that came of it.
+
+    Raises:
+        StoreError: there is no folder ``path``.
+    """
+    if not path.is_dir():
+        raise StoreError(
+            f"the folder of the store {path} is gone; open the store anew to make one"
+        ) from error
+
+
+@contextmanager
+def explain_gone(path: Path) -> Iterator[None]:
+    """Have an error of files say that the folder of a store is gone, where it came of that."""
+    try:
+        yield
+    except OSError as error:
+        raise_if_gone(path, error)
         raise

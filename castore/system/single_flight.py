@@ -21,8 +21,65 @@ from castore.system.file_locks import close_inherited, lock_byte, try_lock_byte,
 from castore.system.forks import reset_after_fork
 from castore.system.temporary import open_with_mode
 
-# The keys that each thread holds, with their lock files: several objects may stand for one file.
+# A lock file and a key: several objects may stand for one file.
+_Place = tuple[str, str]
+# The places that each thread holds.
 _held = threading.local()
+
+
+class _WaitGraph:
+    """The threads of this process that hold keys, and those that wait for one: no circle may arise."""
+
+    def __init__(self) -> None:
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: dict[_Place, int] = {}
+        self._waiting: dict[int, _Place] = {}
+
+    def wait(self, place: _Place) -> None:
+        """Note that this thread is going to wait for a place.
+
+        Raises:
+            InvalidValueError: the thread that holds it waits for this one, over any number of others.
+        """
+        me, keys = threading.get_ident(), [place[1]]
+        with self._lock:
+            holder = self._holders.get(place)
+            while holder is not None and holder != me and (next_place := self._waiting.get(holder)):
+                keys.append(next_place[1])
+                holder = self._holders.get(next_place)
+            if holder != me:
+                self._waiting[me] = place
+                return
+        raise InvalidValueError(
+            f"threads would wait for one another for ever: the computation of {keys[-1]!r} asks for"
+            f" {keys[0]!r}, whose computation waits for {' and that for '.join(map(repr, keys[1:]))};"
+            " compute what both need under a key of its own first"
+        )
+
+    def hold(self, place: _Place, *, is_own: bool) -> None:
+        """Note that this thread has its place, and with ``is_own`` that it alone holds it until `leave`."""
+        me = threading.get_ident()
+        with self._lock:
+            self._waiting.pop(me, None)
+            if is_own:
+                self._holders[place] = me
+
+    def stop_waiting(self) -> None:
+        """Note that this thread waits no longer."""
+        with self._lock:
+            self._waiting.pop(threading.get_ident(), None)
+
+    def leave(self, place: _Place) -> None:
+        """Note that nobody holds a place any more. The caller still has its lock."""
+        with self._lock:
+            self._holders.pop(place, None)
+
+
+_graph = _WaitGraph()
 
 
 class ComputeLocks:
@@ -49,11 +106,16 @@ class ComputeLocks:
         self._threads: dict[str, tuple[threading.Lock, int]] = {}
 
     @contextlib.contextmanager
-    def hold(self, key: str) -> Iterator[None]:
+    def hold(self, key: str, *, may_move: bool = False) -> Iterator[None]:
         """Hold the lock of ``key``. Waits until no other thread or process holds it.
 
+        Args:
+            key: the key.
+            may_move: the block may end in another thread, so this thread's waits say nothing of its end.
+
         Raises:
-            InvalidValueError: this thread holds the lock already, and would wait for itself for ever.
+            InvalidValueError: this thread holds the lock already, or the thread of this process that holds it
+                waits for this one: they would wait for ever. Circles over processes are not seen.
         """
         owner = os.getpid()
         held, place = _held_here(), (str(self._path), key)
@@ -65,10 +127,16 @@ class ComputeLocks:
             lock, users = self._threads.get(key, (threading.Lock(), 0))
             self._threads[key] = lock, users + 1
         try:
+            _graph.wait(place)
             with lock, self._process_lock(key):
+                _graph.hold(place, is_own=not may_move)
                 held.add(place)
-                yield
+                try:
+                    yield
+                finally:
+                    _graph.leave(place)
         finally:
+            _graph.stop_waiting()
             held.discard(place)
             if os.getpid() == owner:  # a child that was forked in this block holds no lock
                 self._leave(key)
@@ -131,9 +199,9 @@ class ComputeLocks:
                 os.close(fd)
 
 
-def _held_here() -> set[tuple[str, str]]:
+def _held_here() -> set[_Place]:
     """The lock files and keys that this thread holds."""
-    held: set[tuple[str, str]] = _held.__dict__.setdefault("keys", set())
+    held: set[_Place] = _held.__dict__.setdefault("keys", set())
     return held
 
 

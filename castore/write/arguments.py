@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from castore.errors import InvalidValueError, SerializationError
 from castore.names import check_name
 from castore.objects.codecs import Buffer
+from castore.records import DIGEST_SIZE
 
 
 def parse_expected(expected: Any) -> tuple[str, bytes | None]:
@@ -27,9 +29,24 @@ def parse_expected(expected: Any) -> tuple[str, bytes | None]:
         raw = bytes.fromhex(digest)
     except (TypeError, ValueError):
         raw = b""
-    if len(raw) != 32:
+    if len(raw) != DIGEST_SIZE:
         raise InvalidValueError(f"{shape}, not {digest!r:.100}")
     return check_name(name), raw
+
+
+def parse_items(items: Any) -> Iterator[tuple[str, Any, dict[str, Any] | None]]:
+    """The items of `Store.put_many` or `Store.put_if`, taken apart as they come.
+
+    Raises:
+        InvalidValueError: there is nothing to iterate; (while iterating) see `parse_item`.
+    """
+    try:
+        iterator = iter(items)
+    except TypeError:
+        raise InvalidValueError(
+            f"items are several (name, data) or (name, data, metadata), not {type(items).__name__}"
+        ) from None
+    return map(parse_item, iterator)
 
 
 def parse_item(item: Any) -> tuple[str, Any, dict[str, Any] | None]:
@@ -72,6 +89,17 @@ def as_bytes(data: Buffer) -> Buffer:
             f"put takes bytes, not {type(data).__name__}; `save` keeps objects, `put_file` files"
         )
     return data
+
+
+def check_pin(pin: bool) -> bool:
+    """Whether an entry is to be pinned.
+
+    Raises:
+        InvalidValueError: it is neither True nor False: a text such as "no" would count as True.
+    """
+    if pin not in (False, True):
+        raise InvalidValueError(f"pin is True or False, not {pin!r:.100}")
+    return bool(pin)
 
 
 def dump_metadata(metadata: dict[str, Any] | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ class Batch:
 
     Bytes are hashed and compressed as they are put. A batch holds them in memory until its end, since it may
     have to put them once more. So put large data as files, or by `run`, which holds nothing. After an
-    exception in the block nothing is put or deleted. One thread uses a batch at a time.
+    exception in the block nothing is put or deleted. One thread uses a batch at a time. A batch that is used
+    without a block ends with `commit` or `discard`; one that is dropped before gives a ResourceWarning.
 
     Attributes:
         entries: the entries that were put, in order, once the block has ended; empty before.
@@ -49,11 +51,12 @@ class Batch:
     """
 
     def __init__(self, putter: Putter, codec: str | None, level: int | None, ttl: float | str | None) -> None:
+        self._items: list[_StagedPut] = []
+        self._dropped: dict[str, None] = {}
+        self._process = os.getpid()
         self._putter = putter
         self._codec = putter.resolve_codec(codec, level)
         self._ttl = ttl
-        self._items: list[_StagedPut] = []
-        self._dropped: dict[str, None] = {}
         self._lifetimes: dict[str, float] = {}  # lifetimes of names in seconds, from the commit on
         self._reuse, self._is_run = True, False
         self._has_ended = False
@@ -86,8 +89,9 @@ class Batch:
         # Kept until the end of the block. Data that cannot change, such as a mapped file, needs no copy.
         is_fixed = self._is_run or (isinstance(plain, memoryview) and plain.readonly)
         kept = plain if is_fixed else copy_if_writable(plain)
-        used = self._choose_codec(codec, level)
-        return add_staged(self, lambda reuse: (spec, self._putter.stage(spec, kept, *used, reuse)))
+        used, putter = self._choose_codec(codec, level), self._putter
+        # Without `self`: a batch that refers to itself would be collected, and warn, late.
+        return add_staged(self, lambda reuse: (spec, putter.stage(spec, kept, *used, reuse)))
 
     def put_file(
         self,
@@ -113,12 +117,12 @@ class Batch:
             InvalidValueError: it is not a regular file, or changed while it was read.
         """
         spec = self._make_spec(name, ttl, metadata, pin, "bytes")
-        used = self._choose_codec(codec, level)
+        used, putter = self._choose_codec(codec, level), self._putter
 
         def stage(reuse: bool) -> tuple[EntrySpec, Staged]:
             fd = open_source(path)
             try:
-                return spec, self._putter.stage_file(spec, fd, path, *used, progress, reuse)
+                return spec, putter.stage_file(spec, fd, path, *used, progress, reuse)
             finally:
                 os.close(fd)
 
@@ -147,7 +151,8 @@ class Batch:
             NotFoundError: the store does not have the bytes, now or at the end of the block.
         """
         spec = self._make_spec(name, ttl, metadata, pin, "bytes")
-        return add_staged(self, lambda reuse: (spec, self._putter.stage_known(digest)))
+        putter = self._putter
+        return add_staged(self, lambda reuse: (spec, putter.stage_known(digest)))
 
     def delete(self, name: str) -> None:
         """Remove a name, and any put under it in this block. A missing name is no error.
@@ -169,6 +174,7 @@ class Batch:
         Raises:
             InvalidNameError: nothing can have one of the new names.
         """
+        self._require_open()
         for name, new in names.items():
             check_name(new)
             if name in self._lifetimes:
@@ -189,6 +195,7 @@ class Batch:
         Raises:
             NameConflictError, TooLargeError, FullError: as for `commit`.
         """
+        self._require_open()
         self._is_run = True
 
         def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:
@@ -240,6 +247,7 @@ class Batch:
         return self._commit(lambda: None)
 
     def _commit(self, check: Callable[[], object]) -> list[Entry]:
+        self._require_open()
         items, self._items, self.stored = self._items, [], 0
         if not items and not self._dropped:
             return []
@@ -295,7 +303,22 @@ class Batch:
         finally:
             self._has_ended = True
 
+    def __del__(self) -> None:
+        # A forked child has a copy of this object: the staged files are its parent's.
+        if (count := len(self._items) + len(self._dropped)) and os.getpid() == self._process:
+            try:
+                warnings.warn(
+                    f"a batch was dropped with {count} staged {'change' if count == 1 else 'changes'}, which"
+                    " are lost; use `with store.batch() as batch:`, or call commit() or discard()",
+                    ResourceWarning,
+                    source=self,
+                    stacklevel=2,
+                )
+            finally:
+                self.discard()
+
     def _require_open(self) -> None:
+        """Check that the block has not ended: each method that stages, renames or commits begins so."""
         if self._has_ended:
             raise InvalidValueError("the block of this batch has ended; begin another one: store.batch()")
 

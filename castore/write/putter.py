@@ -13,16 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from castore.errors import FullError, InvalidValueError, NameConflictError, NotFoundError, add_filename
+from castore.errors import (
+    FullError,
+    InvalidValueError,
+    NameConflictError,
+    NotFoundError,
+    add_filename,
+)
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
-from castore.records import Entry, EntrySpec
+from castore.records import Entry, EntrySpec, parse_digest
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
-from castore.system.sql_errors import is_full
+from castore.system.local_files import raise_if_gone
+from castore.system.sql_errors import SQL_ERRORS, is_full
 from castore.units import parse_ttl
-from castore.write.arguments import as_bytes, copy_if_writable, dump_metadata, parse_item
+from castore.write.arguments import as_bytes, check_pin, copy_if_writable, dump_metadata, parse_items
 from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
@@ -70,7 +77,7 @@ class Putter:
         check_serializer(serializer)
         seconds = self.seconds(ttl)
         expires = None if seconds is None else time.time() + seconds
-        return EntrySpec(name, serializer, dump_metadata(metadata), expires, pin)
+        return EntrySpec(name, serializer, dump_metadata(metadata), expires, check_pin(pin))
 
     def make_specs(
         self,
@@ -80,8 +87,8 @@ class Putter:
     ) -> Iterator[tuple[EntrySpec, Buffer]]:
         """`make_spec` for many names, each with its bytes and perhaps metadata; all else has its default."""
         seconds = self.seconds(ttl)
-        for item in items:
-            name, data, metadata = parse_item(item)
+        pin = check_pin(pin)
+        for name, data, metadata in parse_items(items):
             expires = None if seconds is None else time.time() + seconds
             yield EntrySpec(check_name(name), "bytes", dump_metadata(metadata), expires, pin), data
 
@@ -111,7 +118,7 @@ class Putter:
         Raises:
             NotFoundError: the store does not have them.
         """
-        staged = self._writer.stage_known(bytes.fromhex(digest), may_be_away=True)
+        staged = self._writer.stage_known(parse_digest(digest), may_be_away=True)
         if staged is None:
             raise NotFoundError(f"{self._path} has no bytes of the digest {digest}; put them again")
         return staged
@@ -139,7 +146,7 @@ class Putter:
         """See `Store.create`."""
 
         def require_new(txn: Write) -> None:
-            if not replace and txn.current(spec.name, time.time()) is not None:
+            if not replace and not txn.holds(spec.name, None, time.time()):
                 raise NameConflictError(
                     f"there is an entry {spec.name!r} already; choose another name or delete it"
                 )
@@ -179,7 +186,7 @@ class Putter:
         digest = None if entry is None else bytes.fromhex(entry.digest)
 
         def require_same(txn: Write) -> None:
-            if txn.current(name, time.time()) != digest:
+            if not txn.holds(name, digest, time.time()):
                 raise NameChanged
 
         return self._create(spec, codec, level, require_same)
@@ -200,7 +207,7 @@ class Putter:
         )
 
         def on_begin(txn: Write) -> None:
-            if txn.current(entry.name, time.time()) != digest:
+            if not txn.holds(entry.name, digest, time.time()):
                 raise NameChanged
             if move and name != entry.name:
                 txn.delete_entry(entry.name)
@@ -289,7 +296,7 @@ class Putter:
 
         def on_begin(txn: Write) -> None:
             name, digest = expected
-            if txn.current(name, time.time()) != digest:
+            if not txn.holds(name, digest, time.time()):
                 raise NameChanged
             for name in drop:
                 txn.delete_entry(name)
@@ -319,17 +326,19 @@ class Putter:
                 return self._writer.commit(stage(True), on_begin)
             except Vanished:
                 return self._writer.commit(stage(False), on_begin)
-        except OSError as error:
+        except (OSError, *SQL_ERRORS) as error:
+            raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
             raise self._full_disk_error() from error
 
     @contextmanager
     def explain_full_disk(self) -> Iterator[None]:
-        """Turn the error of a full disk into one that advises what to do."""
+        """Turn the error of a full disk, or of a folder that is gone, into one that advises what to do."""
         try:
             yield
-        except OSError as error:
+        except (OSError, *SQL_ERRORS) as error:
+            raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
             raise self._full_disk_error() from error

@@ -354,9 +354,13 @@ def open_source(path: str | os.PathLike[str]) -> int:
     """Open a file to be put.
 
     Raises:
-        InvalidValueError: it is a folder, a pipe or a device, whose bytes have no end or no order.
+        InvalidValueError: it is no path, or one of a folder, a pipe or a device, whose bytes have no end or
+            no order.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (TypeError, ValueError) as error:  # a NUL
+        raise InvalidValueError(f"{path!r:.100} is no path of a file: {error}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise InvalidValueError(f"{os.fspath(path)} is not a regular file; `castore add` takes folders")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sqlite3
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from castore import Store
+from castore.index.connections import Connections, checkpoint_at
 from castore.system import forks
 
 
@@ -62,3 +65,45 @@ def test_a_store_that_nobody_closes_closes_its_connections_when_it_is_collected(
 
 def _is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_closing_beside_a_thread_that_is_inside_sqlite_opens_the_index_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(tmp_path / "store") as other:
+        other.put("a", b"1")
+        store = Store(tmp_path / "store")  # it writes nothing, and leaves the WAL
+        is_inside, may_leave = threading.Event(), threading.Event()
+
+        def read() -> None:
+            rows = store.index.file.stream("SELECT name FROM entries")
+            next(rows)
+            is_inside.set()
+            may_leave.wait(30)
+            rows.close()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert is_inside.wait(30)
+        opened: list[float] = []
+        open_reader = Connections._open_reader
+
+        def count(connections: Connections) -> Any:
+            opened.append(time.monotonic())
+            return open_reader(connections)
+
+        monkeypatch.setattr(Connections, "_open_reader", count)
+        threading.Timer(0.3, may_leave.set).start()
+        store.parts.release()
+        thread.join()
+        assert len(opened) == 1
+        assert store.index.file._connections._open == []
+        monkeypatch.undo()
+
+
+def test_only_a_closed_connection_may_miss_its_checkpoint_setting(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        db = store.index.connection()
+        with pytest.raises(sqlite3.ProgrammingError, match="one statement"):
+            checkpoint_at(db, "1; SELECT 1")  # type: ignore[arg-type]
+    checkpoint_at(db, 1)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from castore import Store
 from castore.errors import InvalidValueError
+from castore.system import single_flight
 from castore.system.single_flight import ComputeLocks
 
 
@@ -138,3 +140,90 @@ def _claim_many(folder: Path) -> list[int]:
     while len(list(folder.iterdir())) < 4:
         pass
     return [number for number, release in kept if release is not None]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_threads_that_compute_each_others_keys_end_with_an_error_in_one_of_them(
+    tmp_path: Path, count: int
+) -> None:
+    # Each thread has a `Store` of its own every second time: the circle leads over the lock file.
+    stores = [Store(tmp_path / "store", memory=0) for _ in range(2)]
+    started = threading.Barrier(count)
+    found: list[object] = [None] * count
+
+    def compute(number: int) -> object:
+        started.wait(30)
+        return [stores[number % 2].get_or_compute(f"k{(number + 1) % count}", lambda: "asked for")]
+
+    def run(number: int) -> None:
+        try:
+            found[number] = stores[number % 2].get_or_compute(f"k{number}", lambda: compute(number))
+        except InvalidValueError as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    [at] = [number for number, one in enumerate(found) if isinstance(one, InvalidValueError)]
+    assert "threads would wait for one another for ever" in str(found[at])
+    assert f"the computation of 'k{at}' asks for 'k{(at + 1) % count}'" in str(found[at])
+    for store in stores:
+        store.close()
+
+
+def test_threads_that_wait_without_a_circle_get_what_they_ask_for(tmp_path: Path) -> None:
+    with Store(tmp_path / "store", memory=0) as store:
+
+        def need(number: int) -> int:
+            if number == 0:
+                return 1
+            return int(store.get_or_compute(f"k{number}", lambda: need(number - 1) + 1))
+
+        found: list[int] = []
+        threads = [threading.Thread(target=lambda at=at: found.append(need(at))) for at in (5, 4, 3, 5, 2, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == [2, 3, 4, 5, 6, 6]
+
+
+def test_a_lock_that_ends_in_another_thread_closes_no_circle(locks: ComputeLocks) -> None:
+    block = locks.hold("a", may_move=True)
+    block.__enter__()
+    asks = threading.Event()
+
+    def other() -> None:
+        with locks.hold("b"):
+            asks.set()
+            with locks.hold("a"):
+                pass
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    asks.wait(30)
+    ender = threading.Timer(0.2, lambda: block.__exit__(None, None, None))
+    ender.start()
+    with locks.hold("b"):
+        pass
+    thread.join()
+    ender.join()
+    assert locks._threads == {}
+
+
+def test_a_forked_child_knows_no_holders_of_its_parent(locks: ComputeLocks) -> None:
+    with locks.hold("a"):
+        waits = threading.Thread(target=lambda: _hold_both(locks))
+        waits.start()
+        while not single_flight._graph._waiting:
+            pass
+        assert in_child(lambda: not single_flight._graph._waiting and not single_flight._graph._holders)
+    waits.join()
+
+
+def _hold_both(locks: ComputeLocks) -> None:
+    with locks.hold("b"), locks.hold("a"):
+        pass

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from castore import (
+    Batch,
     FullError,
     InvalidNameError,
     InvalidValueError,
@@ -160,8 +164,7 @@ def test_a_buffer_may_be_used_again_as_soon_as_it_is_put(store: Store) -> None:
 def test_an_empty_batch_changes_nothing(store: Store) -> None:
     size = store.index.journal.size()
     with store.batch() as batch:
-        pass
-    assert batch.commit() == []
+        assert batch.commit() == []
     assert store.index.journal.size() == size
 
 
@@ -270,3 +273,59 @@ def test_a_batch_that_does_not_fit_into_the_budget_is_refused_whole(tmp_path: Pa
         assert [entry.name for entry in store.entries()] == ["pinned"]
         assert temporaries(store) == []
         agrees_with_disk(store)
+
+
+@pytest.mark.parametrize(
+    ("stage", "count"),
+    [
+        (lambda batch: batch.put("a", noise(LARGE)), "1 staged change,"),
+        (lambda batch: (batch.put("a", b"1"), batch.put("b", b"2"), batch.delete("c")), "3 staged changes,"),
+    ],
+)
+def test_a_batch_that_is_dropped_with_changes_says_so(
+    store: Store, stage: Callable[[Batch], object], count: str
+) -> None:
+    batches = [store.batch()]
+    stage(batches[0])
+    with pytest.warns(ResourceWarning, match=rf"dropped with {count} .* commit\(\) or discard\(\)"):
+        batches.clear()  # Python collects the batch at once
+    assert list(store) == []
+    assert temporaries(store) == []
+
+
+@pytest.mark.parametrize("end", [Batch.commit, Batch.discard])
+def test_a_batch_that_has_ended_or_has_no_changes_is_dropped_in_silence(
+    store: Store, end: Callable[[Batch], object]
+) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        unused, batch = store.batch(), store.batch()
+        batch.put("a", b"1")
+        end(batch)
+        with store.batch() as in_block:
+            in_block.put("b", b"2")
+        with pytest.raises(InvalidValueError):
+            store.batch(codec="no codec")
+        del unused, batch, in_block
+        gc.collect()
+    assert seen == []
+
+
+def test_after_its_block_a_batch_takes_nothing(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    with store.batch() as batch:
+        digest = batch.put("a", b"1")
+    uses: list[Callable[[], object]] = [
+        lambda: batch.put("b", b"2"),
+        lambda: batch.put_file("b", tmp_path / "file"),
+        lambda: batch.link("b", digest),
+        lambda: batch.delete("a"),
+        lambda: batch.rename({"a": "b"}),
+        lambda: batch.run(lambda: None),
+        batch.commit,
+    ]
+    for use in uses:
+        with pytest.raises(InvalidValueError, match="the block of this batch has ended"):
+            use()
+    batch.discard()
+    assert list(store) == ["a"]

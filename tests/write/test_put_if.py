@@ -8,8 +8,8 @@ import time
 import pytest
 
 from castore import Entry, Store
-from castore.errors import InvalidNameError, InvalidValueError, SerializationError
-from tests.helpers import in_processes, noise, recount
+from castore.errors import InvalidNameError, InvalidValueError, NameConflictError, SerializationError
+from tests.helpers import flip, in_processes, noise, payload, recount
 
 
 def test_a_put_that_is_worked_out_from_something_older_does_nothing(store: Store) -> None:
@@ -162,3 +162,41 @@ def test_what_a_put_depends_on_has_a_shape(store: Store) -> None:
         with pytest.raises(InvalidValueError, match=r"expected is \(name, digest\), with the 64 hex digits"):
             store.put_if(expected, [("n", b"y")])  # type: ignore[arg-type]
     assert store.get("n") == b"x"
+
+
+@pytest.mark.parametrize("size", [100, 10**6])  # a record of a pack, and a file of its own
+def test_a_name_that_readers_miss_counts_as_absent_for_writers(store: Store, size: int) -> None:
+    def damage(name: str, seed: int) -> Entry:
+        entry = store.put(name, noise(size, seed))
+        flip(*payload(store, name)[:2])
+        assert store.get(name) is None
+        return entry
+
+    damage("absent", 0)
+    assert store.put_if(("absent", None), [("absent", b"new", None)]) is not None
+    assert store.get("absent") == b"new"
+    assert store.put_if(("absent", None), [("absent", b"newer", None)]) is None
+
+    damage("created", 1)
+    with store.create("created", replace=False) as file:
+        file.write(b"new")
+    assert store.get("created") == b"new"
+    with pytest.raises(NameConflictError), store.create("created", replace=False) as file:
+        file.write(b"newer")
+
+    # `entry` still gives the digest of a damaged name, so nobody has changed the name since.
+    seen = damage("seen", 2)
+    assert store.put_if(("seen", store.put("other", b"1").digest), [("seen", b"new", None)]) is None
+    assert store.put_if(("seen", seen.digest), [("seen", b"new", None)]) is not None
+    assert store.get("seen") == b"new"
+    recount(store)
+
+
+def test_a_name_whose_row_is_damaged_counts_as_absent(store: Store) -> None:
+    entry = store.put("a", b"1")
+    with store.index.write() as txn:
+        txn.db.execute("UPDATE entries SET checked = checked + 1 WHERE name = 'a'")
+    assert store.get("a") is None
+    assert store.put_if(("a", entry.digest), [("a", b"2", None)]) is None
+    assert store.put_if(("a", None), [("a", b"2", None)]) is not None
+    assert store.get("a") == b"2"

@@ -184,7 +184,7 @@ def run_or_load(
         except NotInBlocksError as error:
             one_piece = str(error)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(store_locks(store).hold(name))
+        stack.enter_context(store_locks(store).hold(name, may_move=True))  # `background.py` may end it
         if not fresh and (hit := load_step(store, name)) is not None:
             return hit
         began = time.perf_counter()

@@ -35,7 +35,7 @@ from castore.adapters.filesystem.errors import (
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
 from castore.names import below, check_prefix
-from castore.settings import default_path
+from castore.settings import store_folder
 from castore.system.local_files import replacing
 
 #: Options of a put, for all files of a file system or for one.
@@ -58,8 +58,7 @@ class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec 
             # Two `Store` objects of one folder may differ in their options, and one may be closed.
             options["skip_instance_cache"] = True
             return super().__call__(store=store, **options)
-        path = os.path.abspath(default_path() if store is None else store)
-        return super().__call__(store=path, **options)
+        return super().__call__(store=str(store_folder(store)), **options)
 
 
 class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]  # fsspec has no types
