@@ -1,10 +1,10 @@
-"""New processes that do not import `datasets` again: each is forked from a process that has imported it and done
-nothing else.
+"""New processes that do not import `datasets` again: each is forked from a process that has imported it and
+done nothing else.
 
 An import of `datasets` takes a second of a core, and most programs of the tests do little besides. A process
-from here runs `-c`, `-m` or a script as `python` does, with streams, folder, environment and end of its own. So
-it fits each test that wants another process, or one to kill. A test about what is imported, or about the seed of
-hashes, needs a fresh Python.
+from here runs `-c`, `-m` or a script as `python` does, with streams, folder, environment and end of its own.
+So it fits each test that wants another process, or one to kill. A test about what is imported, or about the
+seed of hashes, needs a fresh Python.
 """
 
 from __future__ import annotations

@@ -731,7 +731,7 @@ OVER_INPUTS: dict[str, Case] = {
 
 
 def _over_inputs() -> Iterator[Any]:
-    """Each input with batches, which know their places, and one of the other steps; `make torture` has all."""
+    """Each input with batches, which know their places, and another step; `make torture` has all."""
     for name, other in zip(INPUTS, itertools.cycle(["rows", "filter"])):
         for step in OVER_INPUTS:
             yield pytest.param(name, step, marks=[pytest.mark.matrix] * (step not in ("batches", other)))
@@ -860,8 +860,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        # Batches, which know their places, behind each change, and rows behind half of them; `make torture` has
-        # both.
+        # Batches, which know their places, behind each change, and rows behind half of them; `make torture`
+        # has both.
         pytest.param(name, step, marks=[pytest.mark.matrix] * (step == 0 and number % 2))
         for number, name in enumerate(CHANGES)
         for step in range(len(NEXT_STEPS))
