@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from castore import Store
 from tests.helpers import LONG
+from tests.warm import WarmPython
 
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
 # inherits that.
@@ -86,6 +87,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
     """A new store without a RAM tier, so that every read reaches the disk."""
     with Store(tmp_path / "store", memory=0) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """What starts processes that have imported `datasets`."""
+    warm = WarmPython()
+    yield warm
+    warm.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,7 +11,7 @@ import pytest
 from castore import Store
 from castore.errors import MissingDependencyError
 from castore_fuse.lifecycle import check_fuse
-from tools.bench import tracing
+from tools.bench import suite_operations, tracing
 from tools.bench.operations import OPERATIONS, run_calls
 from tools.bench.peers import Mount
 
@@ -26,7 +26,10 @@ _TRACE = r"""
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_operation_can_be_called_any_number_of_times(operation: str, tmp_path: Path) -> None:
+def test_an_operation_can_be_called_any_number_of_times(
+    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_operations, "TEXT", 300_000)
     if any(word in operation for word in ("SharedCache", "CachedDataset", "EmbeddingCache")):
         pytest.importorskip("torch")
     what = OPERATIONS[operation]

@@ -8,4 +8,4 @@ from tests.adapters.datasets.conftest import (  # noqa: F401 - fixtures
     sources,
     texts,
 )
-from tests.recipes.recipes import here, place  # noqa: F401 - fixtures
+from tests.recipes.recipes import castore, here, place  # noqa: F401 - fixtures

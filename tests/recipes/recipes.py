@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import yaml  # type: ignore[import-untyped]
 
 from castore.cli.main import main
 from tests.cli.conftest import Ran, folder  # noqa: F401 - a fixture
+from tests.warm import Started, WarmPython
 
 MODULE = '''
 """Operators of the user's own, beside the recipe."""
@@ -120,6 +123,18 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
     yield root
     sys.path[:] = before
     sys.modules.pop("my_ops", None)
+
+
+@pytest.fixture
+def castore(folder: Path, warm_python: WarmPython) -> Callable[..., Started]:  # noqa: F811
+    """Start a command in a process of its own, as a shell does, but with the imports of `castore process`."""
+
+    def start(*words: str | Path, env: dict[str, str] | None = None, **options: Any) -> Started:
+        command = ["-m", "castore", "--store", folder, *words]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return warm_python.start(command, env=os.environ | (env or {}), **streams | options)
+
+    return start
 
 
 @pytest.fixture

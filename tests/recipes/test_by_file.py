@@ -8,11 +8,10 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import datasets
@@ -28,6 +27,7 @@ from castore.errors import InvalidValueError
 from castore.recipes import Recipe, by_file, file_reader, mixture, runner, sources
 from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import LONG, flip, payload
+from tests.warm import Started, WarmPython
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -474,25 +474,27 @@ def test_a_block_that_is_gone_costs_its_file(reading: Reading, damage: str) -> N
     assert reading.files == ["0.jsonl"]
 
 
-def start_reading(folder: Path, store: Store, stem: str, told: Path) -> subprocess.Popen[str]:
-    """Start a process that reads a folder; see `folders_job`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.recipes.folders_job", folder, store.path, stem, told],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start_reading(warm_python: WarmPython, reading: Reading) -> Callable[..., Started]:
+    """Starts a process that reads a folder; see `folders_job`."""
+
+    def start(folder: Path, stem: str, told: Path) -> Started:
+        words = ["-m", "tests.recipes.folders_job", folder, reading.store.path, stem, told]
+        return warm_python.start(words, stdout=PIPE, text=True)
+
+    return start
 
 
-def test_processes_that_read_the_same_files_at_once_read_each_once(reading: Reading, tmp_path: Path) -> None:
+def test_processes_that_read_the_same_files_at_once_read_each_once(
+    reading: Reading, tmp_path: Path, start_reading: Callable[..., Started]
+) -> None:
     (tmp_path / "more").mkdir()
     for number in range(8):
         write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
         write_lines(tmp_path / "more" / f"{number}.jsonl", rows_of(number))
     write_lines(tmp_path / "more" / "8.jsonl", rows_of(8))
     running = [
-        start_reading(folder, reading.store, "none", tmp_path / "told")
+        start_reading(folder, "none", tmp_path / "told")
         for folder in (reading.folder, tmp_path / "more", reading.folder)
     ]
     read = [name for process in running for name in process.communicate()[0].split()]
@@ -503,11 +505,11 @@ def test_processes_that_read_the_same_files_at_once_read_each_once(reading: Read
 
 
 def test_a_first_run_that_is_killed_goes_on_behind_the_files_that_were_done(
-    reading: Reading, tmp_path: Path
+    reading: Reading, tmp_path: Path, start_reading: Callable[..., Started]
 ) -> None:
     for number in range(6):
         write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
-    process = start_reading(reading.folder, reading.store, "4", tmp_path / "told")
+    process = start_reading(reading.folder, "4", tmp_path / "told")
     while not (tmp_path / "told").exists():
         assert process.poll() is None
         time.sleep(0.01)

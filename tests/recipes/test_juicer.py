@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from castore.recipes.runner import process
 from castore.store import Store
 from tests.cli.conftest import folder  # noqa: F401 - a fixture
 from tests.recipes.recipes import exported, here, place, recipe  # noqa: F401 - fixtures
+from tests.warm import WarmPython
 
 FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("juicer_recipes.json").read_text("utf-8"))
 FIGURES: dict[str, Any] = json.loads(Path(__file__).with_name("juicer_figures.json").read_text("utf-8"))
@@ -542,8 +541,9 @@ json.dump(answers, sys.stdout)
 class Juicer:
     """A folder where the stand-in is installed."""
 
-    def __init__(self, folder: Path) -> None:  # noqa: F811
+    def __init__(self, folder: Path, warm_python: WarmPython) -> None:  # noqa: F811
         self.folder = folder
+        self._python = warm_python
         self.ops = folder / "site" / "data_juicer" / "ops" / "__init__.py"
         self.ops.parent.mkdir(parents=True)
         (self.ops.parents[1] / "__init__.py").write_text("")
@@ -556,17 +556,17 @@ class Juicer:
         """The results of recipes in a new process: steps and rows, or the text of an error."""
         inputs = [{"dataset_path": "in.jsonl", "export_path": "out.jsonl", **recipe} for recipe in recipes]
         paths = os.pathsep.join([str(self.folder / "site"), str(PAGE.parents[1])])
-        ran = subprocess.run(
-            [sys.executable, "-c", DRIVER], input=json.dumps(inputs), cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-        )  # fmt: skip
+        around = {**os.environ, "PYTHONPATH": paths}
+        ran = self._python.run(
+            ["-c", DRIVER], sent=json.dumps(inputs), cwd=self.folder, env=around, text=True
+        )
         assert ran.returncode == 0, ran.stderr
         return list(json.loads(ran.stdout))
 
 
 @pytest.fixture
-def juicer(tmp_path: Path) -> Juicer:
-    return Juicer(tmp_path)
+def juicer(tmp_path: Path, warm_python: WarmPython) -> Juicer:
+    return Juicer(tmp_path, warm_python)
 
 
 def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Juicer) -> None:

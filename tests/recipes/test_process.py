@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from castore import Store
 from castore.cli.main import main
-from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fixtures
+from tests.cli.conftest import Cli, Ran, cli, folder  # noqa: F401 - fixtures
 from tests.cli.test_terminal import drawn, read_all
 from tests.recipes.recipes import (
     NAMES,
@@ -25,6 +26,7 @@ from tests.recipes.recipes import (
     hits,
     recipe,
 )
+from tests.warm import Started
 
 # The seed's page
 
@@ -111,7 +113,7 @@ def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str
 
 
 def test_a_terminal_gets_a_bar_for_each_step_and_says_what_is_from_the_cache(
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Any],
     place: Path,
 ) -> None:
     path = recipe(place)
@@ -123,7 +125,7 @@ def test_a_terminal_gets_a_bar_for_each_step_and_says_what_is_from_the_cache(
 
 
 def test_what_was_uncompressed_on_the_way_is_gone_in_the_end(
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Started],
     place: Path,
 ) -> None:
     start = castore("process", "--config", recipe(place, temp_dir=str(place / "temp")))
@@ -229,7 +231,7 @@ def test_the_table_says_what_the_json_says(cli: Cli, place: Path) -> None:  # no
 
 
 def test_the_table_fits_a_terminal_of_80_columns(
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Started],
     place: Path,
 ) -> None:
     (place / "data/demo.jsonl").write_text(json.dumps({"text": "word " * 500}) + "\n")
@@ -249,7 +251,7 @@ def test_the_table_fits_a_terminal_of_80_columns(
 
 
 def test_bars_are_drawn_on_a_terminal(
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Any],
     place: Path,
 ) -> None:
     (place / "quick").touch()
@@ -327,7 +329,7 @@ def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> No
 
 def test_two_at_once_run_each_step_once(
     place: Path,
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Started],
 ) -> None:
     path = recipe(place, ["my_ops.marks", "my_ops.slow", "document_deduplicator"])
     both = [

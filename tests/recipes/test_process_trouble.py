@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from castore import Store
-from tests.cli.conftest import Cli, Ran, castore, cli, folder  # noqa: F401 - fixtures
+from tests.cli.conftest import Cli, Ran, cli, folder  # noqa: F401 - fixtures
 from tests.helpers import LONG, flip, payload
 from tests.recipes.recipes import exported, hits, recipe
+from tests.warm import Started
 
 # Failures
 
@@ -98,7 +99,7 @@ def small_disk(place: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_in_a_step_is_said_and_the_rest_goes_on_later(
     place: Path,
     small_disk: Path,
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Started],
     cli: Cli,  # noqa: F811
     mode: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -124,7 +125,7 @@ def test_a_disk_that_fills_up_in_a_step_is_said_and_the_rest_goes_on_later(
 
 def test_ctrl_c_leaves_what_is_done(
     place: Path,
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Started],
     cli: Cli,  # noqa: F811
 ) -> None:
     (place / "interrupt").touch()
@@ -146,7 +147,7 @@ def until(true: Callable[..., bool], seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def working(place: Path, start: subprocess.Popen[bytes]) -> set[int]:
+def working(place: Path, start: Started) -> set[int]:
     """The workers of a run, once each of two workers has finished a row."""
     pids: set[int] = set()
     while len(pids) < 2:
@@ -194,7 +195,7 @@ ENDINGS = [
 )
 def test_workers_end_with_the_run_that_started_them(
     place: Path,
-    castore: Callable[..., subprocess.Popen[bytes]],  # noqa: F811
+    castore: Callable[..., Started],
     cli: Cli,  # noqa: F811
     number: int,
     to_all: bool,
@@ -225,7 +226,7 @@ def test_workers_end_with_the_run_that_started_them(
 
 
 def test_sigterm_leaves_what_is_done_of_a_run_without_workers(
-    place: Path, castore: Callable[..., subprocess.Popen[bytes]], cli: Cli  # noqa: F811
+    place: Path, castore: Callable[..., Started], cli: Cli  # noqa: F811
 ) -> None:  # fmt: skip
     path = recipe(place, ["my_ops.marks", "my_ops.tells"])
     start = castore("process", "--config", path)
@@ -248,7 +249,7 @@ SLOW = ["my_ops.slow", {"text_length_filter": {"min_len": 100}}, "my_ops.slower"
 @pytest.mark.torture
 @pytest.mark.parametrize("mode", ["use_cache", "use_checkpoint"])
 def test_runs_killed_at_random_points_come_to_the_same_end(
-    place: Path, castore: Callable[..., subprocess.Popen[bytes]], cli: Cli, mode: str  # noqa: F811
+    place: Path, castore: Callable[..., Started], cli: Cli, mode: str  # noqa: F811
 ) -> None:  # fmt: skip
     chance = random.Random(mode)
     path, rows = recipe(place, SLOW, **{mode: True}), place / "rows"

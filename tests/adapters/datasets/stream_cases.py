@@ -109,11 +109,15 @@ def from_odd(count: int = ROWS, shards: int = 2) -> datasets.IterableDataset:
     return datasets.IterableDataset.from_generator(odd_rows, gen_kwargs={"shards": split(count, shards)})
 
 
+@functools.cache
+def _made(count: int) -> datasets.Dataset:
+    """Rows, made once: streams of them change nothing."""
+    return datasets.Dataset.from_list([row(number) for number in range(count)])
+
+
 def from_arrow(count: int = ROWS, shards: int = 3) -> datasets.IterableDataset:
     """A stream of Arrow tables, with features."""
-    return datasets.Dataset.from_list([row(number) for number in range(count)]).to_iterable_dataset(
-        num_shards=shards
-    )
+    return _made(count).to_iterable_dataset(num_shards=shards)
 
 
 # --- functions ----------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ from tests.adapters.datasets import blocks_job
 from tests.adapters.datasets.blocks_job import COUNT, ROWS
 from tests.adapters.datasets.small_blocks import told
 from tests.helpers import LONG
+from tests.warm import WarmPython
 
-ROOT = Path(__file__).parents[3]
 _KILLS = 50 if LONG else 6
 #: Rows of a first block, from which a pipeline learns the types, and of any other, at most.
 _FIRST, _MOST = 1000 + 4 * ROWS, 4 * ROWS
@@ -32,18 +31,16 @@ _FIRST, _MOST = 1000 + 4 * ROWS, 4 * ROWS
 class Job:
     """A process that does jobs, one child for each, over one store."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, warm_python: WarmPython, folder: Path, number: int) -> None:
         self._files = {"store": folder / "store", "counter": folder / "ran", "out": folder / f"out {number}"}
         self.errors = folder / f"errors {number}"
         with self.errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.adapters.datasets.blocks_job"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+            self._process = warm_python.start(
+                ["-m", "tests.adapters.datasets.blocks_job"],
+                stdin=PIPE,
+                stdout=PIPE,
                 stderr=errors,
                 text=True,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "hf")},
             )
 
     def start(self, what: str, num_proc: int = 1, **more: Any) -> int:
@@ -76,12 +73,12 @@ class Job:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Callable[[], Job]]:
+def jobs(tmp_path: Path, warm_python: WarmPython) -> Iterator[Callable[[], Job]]:
     """A function that makes jobs, over one store."""
     made: list[Job] = []
 
     def make() -> Job:
-        made.append(Job(tmp_path, len(made)))
+        made.append(Job(warm_python, tmp_path, len(made)))
         return made[-1]
 
     yield make

@@ -5,8 +5,11 @@ included, and runs nothing again but the blocks that rows were added to.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
+import functools
 import gc
+import itertools
 import os
 import random
 import warnings
@@ -58,6 +61,12 @@ def _blocks() -> Iterator[None]:
 
 def rows(count: int = COUNT, first: int = 0) -> datasets.Dataset:
     """Rows of many types; row n is the same whatever the others are."""
+    return copy.deepcopy(_made(count, first))
+
+
+@functools.cache
+def _made(count: int, first: int) -> datasets.Dataset:
+    """Rows, made once."""
     numbers = range(first, first + count)
     features = datasets.Features(
         {
@@ -562,7 +571,13 @@ def test_a_step_gives_what_datasets_gives_also_over_more_rows_and_runs_few_again
     assert ran.rows == 0
 
 
-@pytest.mark.parametrize("name", sorted(CASES)[::6])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] * (number % 2))
+        for number, name in enumerate(sorted(CASES)[::6])
+    ],
+)
 def test_steps_that_share_blocks_among_processes_give_the_same(name: str, store: Store) -> None:
     case = CASES[name]
     data = case.prepare(rows())
@@ -708,22 +723,39 @@ def number_by_batch(samples: dict[str, list[Any]], places: list[int]) -> dict[st
     return {"of": [len(places)] * len(places), "at": places}
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_inputs_of_every_kind_give_what_datasets_gives(name: str, store: Store) -> None:
-    data = INPUTS[name]()
-    steps = [
-        Case(number_twice, SMALL),
-        Case(number_by_batch, {**BATCHED, "with_indices": True}),
-        Case(is_even, SMALL, is_filter=True),
-    ]
-    for case in steps:
-        plain = told(case.plain(data))
-        for _ in range(2):
-            assert told(case.cached(data, store)) == plain
-            wait()
+OVER_INPUTS: dict[str, Case] = {
+    "rows": Case(number_twice, SMALL),
+    "batches": Case(number_by_batch, {**BATCHED, "with_indices": True}),
+    "filter": Case(is_even, SMALL, is_filter=True),
+}
 
 
-@pytest.mark.parametrize("name", ["shuffled", "the same twice", "matrices", "described", "formatted"])
+def _over_inputs() -> Iterator[Any]:
+    """Each input with batches, which know their places, and another step; `make torture` has all."""
+    for name, other in zip(INPUTS, itertools.cycle(["rows", "filter"])):
+        for step in OVER_INPUTS:
+            yield pytest.param(name, step, marks=[pytest.mark.matrix] * (step not in ("batches", other)))
+
+
+@pytest.mark.parametrize(("name", "step"), _over_inputs())
+def test_inputs_of_every_kind_give_what_datasets_gives(name: str, step: str, store: Store) -> None:
+    data, case = INPUTS[name](), OVER_INPUTS[step]
+    plain = told(case.plain(data))
+    for _ in range(2):
+        assert told(case.cached(data, store)) == plain
+        wait()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shuffled",
+        pytest.param("the same twice", marks=pytest.mark.matrix),
+        "matrices",
+        pytest.param("described", marks=pytest.mark.matrix),
+        "formatted",
+    ],
+)
 def test_chains_give_what_datasets_gives_and_run_once(name: str, store: Store) -> None:
     """The blocks of one step's result are those of the next step: they are files of the store."""
     steps = [
@@ -825,13 +857,22 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
         yield Kept(store, cached, plain)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        # Batches, which know their places, behind each change, and rows behind half of them; `make torture`
+        # has both.
+        pytest.param(name, step, marks=[pytest.mark.matrix] * (step == 0 and number % 2))
+        for number, name in enumerate(CHANGES)
+        for step in range(len(NEXT_STEPS))
+    ],
+)
 def test_kept_rows_that_are_changed_before_the_next_step_give_what_datasets_gives(
-    name: str, kept: Kept
+    name: str, step: int, kept: Kept
 ) -> None:
-    for case in NEXT_STEPS:
-        made = case.cached(CHANGES[name](kept.cached), kept.store)
-        assert told(made) == told(case.plain(CHANGES[name](kept.plain)))
+    case = NEXT_STEPS[step]
+    made = case.cached(CHANGES[name](kept.cached), kept.store)
+    assert told(made) == told(case.plain(CHANGES[name](kept.plain)))
 
 
 def third_of_number(samples: dict[str, list[Any]]) -> dict[str, Any]:

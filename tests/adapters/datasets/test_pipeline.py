@@ -9,11 +9,10 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import datasets
@@ -25,8 +24,8 @@ from castore.errors import InvalidValueError, UnhashableError
 from tests.adapters.datasets import pipelines
 from tests.adapters.datasets.pipelines import LengthFilter, operators, plainly
 from tests.helpers import flip, payload
+from tests.warm import Started, WarmPython
 
-ROOT = Path(__file__).parents[3]
 ALL = "12s3t45"
 
 
@@ -115,8 +114,10 @@ def test_explain_tells_what_of_the_code_changed(
     assert report.changes == ["its input changes, since 'strip_comments' runs again"]
 
 
-def test_two_processes_at_once_run_each_row_of_each_step_once(store: Store, tmp_path: Path, ran: Any) -> None:
-    both = [_start(store, "cache", 0.0005, tmp_path / f"hf {n}") for n in range(2)]
+def test_two_processes_at_once_run_each_row_of_each_step_once(
+    store: Store, tmp_path: Path, ran: Any, warm_python: WarmPython
+) -> None:
+    both = [_start(warm_python, store, "cache", 0.0005, tmp_path / f"hf {n}") for n in range(2)]
     answers = [_finish(process) for process in both]
     assert answers[0]["digest"] == answers[1]["digest"]
     assert sorted(ran()) == sorted(ALL)
@@ -124,14 +125,14 @@ def test_two_processes_at_once_run_each_row_of_each_step_once(store: Store, tmp_
 
 @pytest.mark.parametrize("mode", ["cache", "checkpoint"])
 def test_a_run_that_was_killed_goes_on_behind_its_last_finished_step(
-    mode: str, store: Store, data: datasets.Dataset, tmp_path: Path, ran: Any
+    mode: str, store: Store, data: datasets.Dataset, tmp_path: Path, ran: Any, warm_python: WarmPython
 ) -> None:
     plain = hashlib.sha256(repr(plainly(data)[:]).encode()).hexdigest()
     ran()
     chance = random.Random(mode)
     done: list[str] = []
     for _ in range(3):
-        process = _start(store, mode, 0.003, tmp_path / "hf")
+        process = _start(warm_python, store, mode, 0.003, tmp_path / "hf")
         kept = _kept(store, mode)
         deadline = time.monotonic() + 60
         while _kept(store, mode) == kept and process.poll() is None and time.monotonic() < deadline:
@@ -142,10 +143,10 @@ def test_a_run_that_was_killed_goes_on_behind_its_last_finished_step(
         done.append(ran())
     assert len(done[1]) <= len(ALL)
     assert "1" not in done[1] + done[2], "the first step was finished, and ran again"
-    answer = _finish(_start(store, mode, 0, tmp_path / "hf"))
+    answer = _finish(_start(warm_python, store, mode, 0, tmp_path / "hf"))
     assert answer["digest"] == plain
     assert any(answer["hits"])
-    last = _finish(_start(store, mode, 0, tmp_path / "hf"))
+    last = _finish(_start(warm_python, store, mode, 0, tmp_path / "hf"))
     assert all(last["hits"])
     assert last["digest"] == plain
     assert [path for path in (store.path / "work").iterdir() if path.is_dir()] == []
@@ -157,20 +158,14 @@ def _kept(store: Store, mode: str) -> object:
     return [entry.metadata for entry in store.entries("checkpoints") if entry.name.endswith("state.json")]
 
 
-def _start(store: Store, mode: str, pause: float, home: Path) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "HF_HOME": str(home),
-        "HF_DATASETS_CACHE": str(home),
-    }
-    command = [sys.executable, "-m", "tests.adapters.datasets.pipelines", str(store.path), mode, str(pause)]
-    return subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+def _start(warm_python: WarmPython, store: Store, mode: str, pause: float, home: Path) -> Started:
+    words = ["-m", "tests.adapters.datasets.pipelines", store.path, mode, str(pause)]
+    return warm_python.start(
+        words, env={**os.environ, "HF_DATASETS_CACHE": str(home)}, stdout=PIPE, stderr=PIPE, text=True
     )
 
 
-def _finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _finish(process: Started) -> dict[str, Any]:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return dict(json.loads(out))

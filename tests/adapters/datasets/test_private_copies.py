@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from tests.adapters.datasets.owned_job import (
     tokens,
     told,
 )
+from tests.warm import WarmPython
 
 
 def parts_of(result: Any) -> Iterator[datasets.Dataset]:
@@ -59,27 +57,23 @@ HARMS: dict[str, Callable[[datasets.Dataset], Any]] = {
 }
 
 
-def in_a_new_process(store: Store, way: str) -> Any:
+def in_a_new_process(warm_python: WarmPython, store: Store, way: str) -> Any:
     program = "from tests.adapters.datasets.owned_job import main; main()"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    }
-    command = [sys.executable, "-c", program, str(store.path), way]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = warm_python.run(["-c", program, store.path, way], text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_new_process_gets_what_the_step_made_not_what_its_caller_made_of_it(way: str, store: Store) -> None:
+def test_a_new_process_gets_what_the_step_made_not_what_its_caller_made_of_it(
+    way: str, store: Store, warm_python: WarmPython
+) -> None:
     with store.index.write():  # no commit is possible before the caller has finished
         for part in parts_of(WAYS[way](texts(), store)):
             part.set_format("numpy", columns=["number"])
             part.info.description = "mine"
     wait()
-    assert in_a_new_process(store, way) == {"told": told(PLAIN[way](texts())), "ran": 0}
+    assert in_a_new_process(warm_python, store, way) == {"told": told(PLAIN[way](texts())), "ran": 0}
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -14,6 +14,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import scratch
 from castore.repair import doctor
+from tests.warm import Started, WarmPython
 
 _PROGRAM = """
 import sys, time
@@ -25,17 +26,16 @@ print(file, flush=True)
 time.sleep(100)
 """
 
-Start = Callable[[], tuple[subprocess.Popen[str], Path]]
+Start = Callable[[], tuple[Started, Path]]
 
 
 @pytest.fixture
-def start(store: Store) -> Iterator[Start]:
+def start(store: Store, warm_python: WarmPython) -> Iterator[Start]:
     """Starts a process that works on a file of 1,000 bytes."""
     running = []
 
-    def started() -> tuple[subprocess.Popen[str], Path]:
-        command = [sys.executable, "-c", _PROGRAM, str(store.path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def started() -> tuple[Started, Path]:
+        process = warm_python.start(["-c", _PROGRAM, store.path], stdout=subprocess.PIPE, text=True)
         running.append(process)
         assert process.stdout is not None
         return process, Path(process.stdout.readline().strip())

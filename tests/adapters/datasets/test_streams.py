@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +40,7 @@ from tests.adapters.datasets.stream_cases import (
     ran,
     told,
 )  # fmt: skip
+from tests.warm import WarmPython
 
 SOURCES = {"python": from_python, "arrow": from_arrow}
 BUILDS = {**{name: one_step(name) for name in [*STEPS, *FORMATTED]}, **PIPELINES}
@@ -580,12 +579,10 @@ for number, row in enumerate(rows):
 """
 
 
-def test_a_program_that_ends_with_an_error_leaves_its_rows(tmp_path: Path) -> None:
+def test_a_program_that_ends_with_an_error_leaves_its_rows(tmp_path: Path, warm_python: WarmPython) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, timeout=60
-    )
+    ended = warm_python.run([script, tmp_path / "store"], text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("the training fails") == 1 + ended.stderr.count(
         'raise SystemError("the training'
