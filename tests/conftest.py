@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from castore import Store
 from tests.helpers import LONG
-from tests.warm import WarmPython
+from tests.warm import DATASETS, TORCH, WarmPython
 
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
 # inherits that.
@@ -90,9 +90,17 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
+def warm_datasets() -> Iterator[WarmPython]:
     """What starts processes that have imported `datasets`."""
-    warm = WarmPython()
+    warm = WarmPython(DATASETS)
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="session")
+def warm_torch() -> Iterator[WarmPython]:
+    """What starts processes that have imported torch."""
+    warm = WarmPython(TORCH)
     yield warm
     warm.close()
 

@@ -1,10 +1,10 @@
-"""New processes that do not import `datasets` again: each is forked from a process that has imported it and
-done nothing else.
+"""New processes that do not import `datasets` or torch again: each is forked from a process that has imported
+it and done nothing else.
 
-An import of `datasets` takes a second of a core, and most programs of the tests do little besides. A process
-from here runs `-c`, `-m` or a script as `python` does, with streams, folder, environment and end of its own.
-So it fits each test that wants another process, or one to kill. A test about what is imported, or about the
-seed of hashes, needs a fresh Python.
+Such an import takes a second of a core, and most programs of the tests do little besides. A process from here
+runs `-c`, `-m` or a script as `python` does, with streams, folder, environment and end of its own. So it fits
+each test that wants another process, or one to kill. A test about what is imported, or about the seed of
+hashes, needs a fresh Python.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
-#: Modules that a process from here has imported when it starts.
-_IMPORTED = (
+#: Modules that programs over `datasets` use.
+DATASETS = (
     "datasets",
     "pandas",
     "multiprocess.pool",
@@ -35,6 +36,8 @@ _IMPORTED = (
     "castore.cli.process",
     "castore.cli.commands",
 )
+#: Those that programs over torch use. They import castore themselves: some import an edited module with it.
+TORCH = ("torch.utils.data",)
 #: Bytes of a request: words and an environment.
 _LARGEST = 200_000
 
@@ -109,20 +112,25 @@ class Started:
 
 
 class WarmPython:
-    """The process that has imported, which starts the others."""
+    """The process that has imported, which starts the others.
 
-    def __init__(self) -> None:
+    Args:
+        modules: names of the modules that all of them have.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             # A session of its own: Ctrl-C is for the tests, which end it.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(other.fileno())],
+                [sys.executable, "-m", "tests.warm", str(other.fileno()), *modules],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                    "OMP_NUM_THREADS": "1",  # which torch reads at its import: cores are shared by many processes
                 },
                 start_new_session=True,
             )
@@ -178,12 +186,18 @@ class WarmPython:
     def run(
         self, words: list[Any], *, sent: Any = None, timeout: float = 300, **options: Any
     ) -> subprocess.CompletedProcess[Any]:
-        """Run a process to its end, and keep its output and messages."""
+        """Run a process to its end, and keep its output and messages, as `subprocess.run` does."""
         streams = {"stdin": subprocess.PIPE if sent else subprocess.DEVNULL, "stdout": subprocess.PIPE}
         process = self.start(words, **{"stderr": subprocess.PIPE, **streams, **options})
         out, err = process.communicate(sent, timeout)
         assert process.returncode is not None
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def output(self, words: list[Any], **options: Any) -> str:
+        """What a process prints, which must end well, as `subprocess.check_output` has it."""
+        done = self.run(words, text=True, **options)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
 
     def close(self) -> None:
         """End it, and the processes that still run."""
@@ -245,7 +259,7 @@ def _become(env: dict[str, str], cwd: str, own_session: bool) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    if "HF_DATASETS_CACHE" in env:  # which `datasets` reads at its import
+    if "datasets" in sys.modules and "HF_DATASETS_CACHE" in env:  # which `datasets` reads at its import
         importlib.import_module("datasets").config.HF_DATASETS_CACHE = Path(env["HF_DATASETS_CACHE"])
     more = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [path for path in more if path not in sys.path]
@@ -274,7 +288,7 @@ def main() -> None:
     ends as each Python does.
     """
     requests = socket.socket(fileno=int(sys.argv[1]))
-    for name in _IMPORTED:
+    for name in sys.argv[2:]:
         importlib.import_module(name)
     sys.path.pop(0)  # the folder of the tests
     gc.collect()

@@ -7,10 +7,8 @@ import sys
 
 import pytest
 
-from tests.adapters import programs
-
 # Each server that is started from here on has torch for all its processes. Without torch it goes on without.
-multiprocessing.set_forkserver_preload(programs.PRELOADED)
+multiprocessing.set_forkserver_preload(["torch.utils.data"])
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
+import stat
 import subprocess
 import sys
 import tarfile
@@ -139,9 +139,8 @@ def test_links_are_followed_and_loops_and_strange_things_are_named(
     (data / "nowhere").symlink_to("gone")
     (data / "itself").symlink_to("itself")
     os.mkfifo(data / "pipe")
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(data / "socket"))
-        ran = cli("add", "data")
+    os.mknod(data / "socket", stat.S_IFSOCK | 0o600)  # a bound one may have no long path
+    ran = cli("add", "data")
     assert ran.code == 1
     complaints = ran.err.splitlines()
     assert len(complaints) == 5

@@ -126,13 +126,13 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
 
 
 @pytest.fixture
-def castore(folder: Path, warm_python: WarmPython) -> Callable[..., Started]:  # noqa: F811
+def castore(folder: Path, warm_datasets: WarmPython) -> Callable[..., Started]:  # noqa: F811
     """Start a command in a process of its own, as a shell does, but with the imports of `castore process`."""
 
     def start(*words: str | Path, env: dict[str, str] | None = None, **options: Any) -> Started:
         command = ["-m", "castore", "--store", folder, *words]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return warm_python.start(command, env=os.environ | (env or {}), **streams | options)
+        return warm_datasets.start(command, env=os.environ | (env or {}), **streams | options)
 
     return start
 

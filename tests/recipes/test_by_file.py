@@ -475,12 +475,12 @@ def test_a_block_that_is_gone_costs_its_file(reading: Reading, damage: str) -> N
 
 
 @pytest.fixture
-def start_reading(warm_python: WarmPython, reading: Reading) -> Callable[..., Started]:
+def start_reading(warm_datasets: WarmPython, reading: Reading) -> Callable[..., Started]:
     """Starts a process that reads a folder; see `folders_job`."""
 
     def start(folder: Path, stem: str, told: Path) -> Started:
         words = ["-m", "tests.recipes.folders_job", folder, reading.store.path, stem, told]
-        return warm_python.start(words, stdout=PIPE, text=True)
+        return warm_datasets.start(words, stdout=PIPE, text=True)
 
     return start
 

@@ -541,9 +541,9 @@ json.dump(answers, sys.stdout)
 class Juicer:
     """A folder where the stand-in is installed."""
 
-    def __init__(self, folder: Path, warm_python: WarmPython) -> None:  # noqa: F811
+    def __init__(self, folder: Path, warm_datasets: WarmPython) -> None:  # noqa: F811
         self.folder = folder
-        self._python = warm_python
+        self._python = warm_datasets
         self.ops = folder / "site" / "data_juicer" / "ops" / "__init__.py"
         self.ops.parent.mkdir(parents=True)
         (self.ops.parents[1] / "__init__.py").write_text("")
@@ -565,8 +565,8 @@ class Juicer:
 
 
 @pytest.fixture
-def juicer(tmp_path: Path, warm_python: WarmPython) -> Juicer:
-    return Juicer(tmp_path, warm_python)
+def juicer(tmp_path: Path, warm_datasets: WarmPython) -> Juicer:
+    return Juicer(tmp_path, warm_datasets)
 
 
 def test_its_operators_go_by_their_plain_names_where_it_is_installed(juicer: Juicer) -> None:

@@ -31,11 +31,11 @@ _FIRST, _MOST = 1000 + 4 * ROWS, 4 * ROWS
 class Job:
     """A process that does jobs, one child for each, over one store."""
 
-    def __init__(self, warm_python: WarmPython, folder: Path, number: int) -> None:
+    def __init__(self, warm_datasets: WarmPython, folder: Path, number: int) -> None:
         self._files = {"store": folder / "store", "counter": folder / "ran", "out": folder / f"out {number}"}
         self.errors = folder / f"errors {number}"
         with self.errors.open("w") as errors:
-            self._process = warm_python.start(
+            self._process = warm_datasets.start(
                 ["-m", "tests.adapters.datasets.blocks_job"],
                 stdin=PIPE,
                 stdout=PIPE,
@@ -73,12 +73,12 @@ class Job:
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, warm_python: WarmPython) -> Iterator[Callable[[], Job]]:
+def jobs(tmp_path: Path, warm_datasets: WarmPython) -> Iterator[Callable[[], Job]]:
     """A function that makes jobs, over one store."""
     made: list[Job] = []
 
     def make() -> Job:
-        made.append(Job(warm_python, tmp_path, len(made)))
+        made.append(Job(warm_datasets, tmp_path, len(made)))
         return made[-1]
 
     yield make

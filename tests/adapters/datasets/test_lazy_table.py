@@ -397,9 +397,9 @@ print(json.dumps([type(result._data).__name__, right, blocks, *resource.getrlimi
     ("soft", "hard", "is_lazy"), [(100, 1000, True), (100, 101, False)], ids=["raised", "cannot be raised"]
 )
 def test_a_step_of_more_blocks_than_files_may_be_open_is_read_all_the_same(
-    tmp_path: Path, soft: int, hard: int, is_lazy: bool, warm_python: WarmPython
+    tmp_path: Path, soft: int, hard: int, is_lazy: bool, warm_datasets: WarmPython
 ) -> None:
-    done = warm_python.run(["-c", _FEW_FILES, tmp_path / "store", str(soft), str(hard)], text=True)
+    done = warm_datasets.run(["-c", _FEW_FILES, tmp_path / "store", str(soft), str(hard)], text=True)
     assert done.returncode == 0, done.stderr
     kind, right, blocks, limit, _ = json.loads(done.stdout)
     assert right

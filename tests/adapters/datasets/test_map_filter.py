@@ -313,7 +313,7 @@ def second(sample):
 """
 
 
-def _run(warm_python: WarmPython, store: Store, folder: Path, seed: str = "") -> list[str]:
+def _run(warm_datasets: WarmPython, store: Store, folder: Path, seed: str = "") -> list[str]:
     """The output of the program in another process: with a seed of hashes, in a fresh Python."""
     (folder / "program.py").write_text(_PROGRAM)
     words = [str(folder / "program.py"), str(store.path), str(folder)]
@@ -323,33 +323,33 @@ def _run(warm_python: WarmPython, store: Store, folder: Path, seed: str = "") ->
             [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300
         )
     else:
-        done = warm_python.run(words, text=True)
+        done = warm_datasets.run(words, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split(maxsplit=1)
 
 
 def test_editing_an_imported_function_is_noticed_in_another_process(
-    store: Store, tmp_path: Path, warm_python: WarmPython
+    store: Store, tmp_path: Path, warm_datasets: WarmPython
 ) -> None:
     """datasets' issue 3297: dill pickles an imported function by its name alone."""
     (tmp_path / "steps.py").write_text(_STEPS)
     (tmp_path / "inner.py").write_text("def measure(text): return len(text)\n")
-    runs, report = _run(warm_python, store, tmp_path)
+    runs, report = _run(warm_datasets, store, tmp_path)
     assert runs == "6"
     assert report.startswith("[2, 3, 4]")
-    assert _run(warm_python, store, tmp_path, "77") == ["0", report]
+    assert _run(warm_datasets, store, tmp_path, "77") == ["0", report]
     (tmp_path / "inner.py").write_text("def measure(text): return len(text) * 10\n")
-    runs, other = _run(warm_python, store, tmp_path)
+    runs, other = _run(warm_datasets, store, tmp_path)
     assert runs == "6"
     assert other.startswith("[11, 21, 31]")
 
 
 def test_a_program_that_ends_at_once_has_stored_its_results(
-    store: Store, tmp_path: Path, warm_python: WarmPython
+    store: Store, tmp_path: Path, warm_datasets: WarmPython
 ) -> None:
     (tmp_path / "steps.py").write_text(_STEPS)
     (tmp_path / "inner.py").write_text("def measure(text): return len(text)\n")
-    _run(warm_python, store, tmp_path)
+    _run(warm_datasets, store, tmp_path)
     assert sum(entry.name.endswith("state.json") for entry in store.entries("steps")) == 2
     assert not [path for path in (store.path / "work").iterdir() if path.is_dir()]
 

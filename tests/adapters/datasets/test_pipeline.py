@@ -115,9 +115,9 @@ def test_explain_tells_what_of_the_code_changed(
 
 
 def test_two_processes_at_once_run_each_row_of_each_step_once(
-    store: Store, tmp_path: Path, ran: Any, warm_python: WarmPython
+    store: Store, tmp_path: Path, ran: Any, warm_datasets: WarmPython
 ) -> None:
-    both = [_start(warm_python, store, "cache", 0.0005, tmp_path / f"hf {n}") for n in range(2)]
+    both = [_start(warm_datasets, store, "cache", 0.0005, tmp_path / f"hf {n}") for n in range(2)]
     answers = [_finish(process) for process in both]
     assert answers[0]["digest"] == answers[1]["digest"]
     assert sorted(ran()) == sorted(ALL)
@@ -125,14 +125,14 @@ def test_two_processes_at_once_run_each_row_of_each_step_once(
 
 @pytest.mark.parametrize("mode", ["cache", "checkpoint"])
 def test_a_run_that_was_killed_goes_on_behind_its_last_finished_step(
-    mode: str, store: Store, data: datasets.Dataset, tmp_path: Path, ran: Any, warm_python: WarmPython
+    mode: str, store: Store, data: datasets.Dataset, tmp_path: Path, ran: Any, warm_datasets: WarmPython
 ) -> None:
     plain = hashlib.sha256(repr(plainly(data)[:]).encode()).hexdigest()
     ran()
     chance = random.Random(mode)
     done: list[str] = []
     for _ in range(3):
-        process = _start(warm_python, store, mode, 0.003, tmp_path / "hf")
+        process = _start(warm_datasets, store, mode, 0.003, tmp_path / "hf")
         kept = _kept(store, mode)
         deadline = time.monotonic() + 60
         while _kept(store, mode) == kept and process.poll() is None and time.monotonic() < deadline:
@@ -143,10 +143,10 @@ def test_a_run_that_was_killed_goes_on_behind_its_last_finished_step(
         done.append(ran())
     assert len(done[1]) <= len(ALL)
     assert "1" not in done[1] + done[2], "the first step was finished, and ran again"
-    answer = _finish(_start(warm_python, store, mode, 0, tmp_path / "hf"))
+    answer = _finish(_start(warm_datasets, store, mode, 0, tmp_path / "hf"))
     assert answer["digest"] == plain
     assert any(answer["hits"])
-    last = _finish(_start(warm_python, store, mode, 0, tmp_path / "hf"))
+    last = _finish(_start(warm_datasets, store, mode, 0, tmp_path / "hf"))
     assert all(last["hits"])
     assert last["digest"] == plain
     assert [path for path in (store.path / "work").iterdir() if path.is_dir()] == []
@@ -158,9 +158,9 @@ def _kept(store: Store, mode: str) -> object:
     return [entry.metadata for entry in store.entries("checkpoints") if entry.name.endswith("state.json")]
 
 
-def _start(warm_python: WarmPython, store: Store, mode: str, pause: float, home: Path) -> Started:
+def _start(warm_datasets: WarmPython, store: Store, mode: str, pause: float, home: Path) -> Started:
     words = ["-m", "tests.adapters.datasets.pipelines", store.path, mode, str(pause)]
-    return warm_python.start(
+    return warm_datasets.start(
         words, env={**os.environ, "HF_DATASETS_CACHE": str(home)}, stdout=PIPE, stderr=PIPE, text=True
     )
 

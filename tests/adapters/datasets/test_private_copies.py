@@ -57,23 +57,23 @@ HARMS: dict[str, Callable[[datasets.Dataset], Any]] = {
 }
 
 
-def in_a_new_process(warm_python: WarmPython, store: Store, way: str) -> Any:
+def in_a_new_process(warm_datasets: WarmPython, store: Store, way: str) -> Any:
     program = "from tests.adapters.datasets.owned_job import main; main()"
-    done = warm_python.run(["-c", program, store.path, way], text=True)
+    done = warm_datasets.run(["-c", program, store.path, way], text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_new_process_gets_what_the_step_made_not_what_its_caller_made_of_it(
-    way: str, store: Store, warm_python: WarmPython
+    way: str, store: Store, warm_datasets: WarmPython
 ) -> None:
     with store.index.write():  # no commit is possible before the caller has finished
         for part in parts_of(WAYS[way](texts(), store)):
             part.set_format("numpy", columns=["number"])
             part.info.description = "mine"
     wait()
-    assert in_a_new_process(warm_python, store, way) == {"told": told(PLAIN[way](texts())), "ran": 0}
+    assert in_a_new_process(warm_datasets, store, way) == {"told": told(PLAIN[way](texts())), "ran": 0}
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -30,12 +30,12 @@ Start = Callable[[], tuple[Started, Path]]
 
 
 @pytest.fixture
-def start(store: Store, warm_python: WarmPython) -> Iterator[Start]:
+def start(store: Store, warm_datasets: WarmPython) -> Iterator[Start]:
     """Starts a process that works on a file of 1,000 bytes."""
     running = []
 
     def started() -> tuple[Started, Path]:
-        process = warm_python.start(["-c", _PROGRAM, store.path], stdout=subprocess.PIPE, text=True)
+        process = warm_datasets.start(["-c", _PROGRAM, store.path], stdout=subprocess.PIPE, text=True)
         running.append(process)
         assert process.stdout is not None
         return process, Path(process.stdout.readline().strip())

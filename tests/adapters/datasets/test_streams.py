@@ -579,10 +579,10 @@ for number, row in enumerate(rows):
 """
 
 
-def test_a_program_that_ends_with_an_error_leaves_its_rows(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_a_program_that_ends_with_an_error_leaves_its_rows(tmp_path: Path, warm_datasets: WarmPython) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    ended = warm_python.run([script, tmp_path / "store"], text=True, timeout=60)
+    ended = warm_datasets.run([script, tmp_path / "store"], text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("the training fails") == 1 + ended.stderr.count(
         'raise SystemError("the training'

@@ -22,7 +22,8 @@ from tests.adapters.embeddings.models import (
     loader,
 )
 from tests.adapters.embeddings.test_outputs import Tokens
-from tests.adapters.embeddings.test_ranks import HERE, TORCHRUN, TWO, run
+from tests.adapters.embeddings.test_ranks import HERE, TWO, run
+from tests.warm import WarmPython
 
 CPU = torch.device("cpu")
 WHOLE = CacheConfig(cache_type=CacheType.GPU)
@@ -61,8 +62,8 @@ def test_a_split_needs_a_process_group(store: Store) -> None:
         cache_embeddings(Model(), loader(), config=config, store=store)
 
 
-def test_ranks_hold_a_half_each_and_look_up_in_both(tmp_path: Path) -> None:
-    run(TORCHRUN, tmp_path, *TWO, str(HERE / "split_job.py"), str(tmp_path))
+def test_ranks_hold_a_half_each_and_look_up_in_both(tmp_path: Path, warm_torch: WarmPython) -> None:
+    run(warm_torch, tmp_path, *TWO, str(HERE / "split_job.py"), str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
 
 

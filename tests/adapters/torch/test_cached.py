@@ -27,8 +27,8 @@ from castore.adapters.torch.cached import CachedDataset
 from castore.errors import MissingDependencyError
 from castore_fuse.lifecycle import check_fuse
 from tests import helpers
-from tests.adapters.programs import run
 from tests.adapters.torch.drawn import Batched, Drawn
+from tests.warm import WarmPython
 
 ROOT = Path(__file__).parents[3]
 
@@ -50,7 +50,7 @@ def test_a_second_dataset_over_the_store_starts_warm(drawn: Drawn, tmp_path: Pat
         assert (second.hits, second.misses) == (10, 0)
 
 
-def test_another_process_starts_warm(tmp_path: Path) -> None:
+def test_another_process_starts_warm(tmp_path: Path, warm_torch: WarmPython) -> None:
     """With the fingerprint and not a key of ours: it has to come out the same."""
     program = """
 import sys, torch
@@ -63,7 +63,7 @@ class Doubled(torch.utils.data.Dataset):
 cached = CachedDataset(Doubled(2), sys.argv[1])
 print([int(x) for x in cached], cached.hits, cached.misses)
 """
-    first = run(program, tmp_path / "store", notes=tmp_path, folder=tmp_path)
+    first = warm_torch.output(["-c", program, tmp_path / "store"])
     assert first == "[0, 2, 4, 6, 8] 0 5\n"
     # Strings have other hashes there, so sets have another order.
     second = subprocess.check_output(
@@ -111,7 +111,7 @@ def test_another_version_of_the_data_starts_anew_and_both_are_kept(store: Store)
         assert CachedDataset(second, store)[0][0] == 1
 
 
-def test_a_transform_that_was_edited_misses(store: Store, tmp_path: Path) -> None:
+def test_a_transform_that_was_edited_misses(store: Store, tmp_path: Path, warm_torch: WarmPython) -> None:
     program = """
 import sys
 sys.dont_write_bytecode = True
@@ -127,7 +127,7 @@ print(CachedDataset(Data(change), sys.argv[1])[0])
     for body in ("x + 1", "x + 2", "x + 1"):
         # Compiled files are kept by time in seconds: none here.
         (tmp_path / "mytransforms.py").write_text(f"def change(x):\n    return {body}\n")
-        answers.append(run(program, store.path, notes=tmp_path, folder=tmp_path, PYTHONPATH=str(ROOT)))
+        answers.append(warm_torch.output(["-c", program, store.path], cwd=tmp_path))
     assert answers == ["2\n", "3\n", "2\n"]
     assert len(list(store.entries())) == 2
 
@@ -237,7 +237,7 @@ def test_it_pickles_without_samples_and_counts_on(drawn: Drawn, tmp_path: Path) 
     assert drawn.reads == list(range(10))
 
 
-def test_a_pickle_outlives_its_process(tmp_path: Path) -> None:
+def test_a_pickle_outlives_its_process(tmp_path: Path, warm_torch: WarmPython) -> None:
     program = f"""
 import pickle, sys
 from castore.adapters.torch.cached import CachedDataset
@@ -245,7 +245,7 @@ cached = CachedDataset(["a", "b"], {str(tmp_path / "store")!r})
 cached.fill()
 print(pickle.dumps(cached).hex())
 """
-    cached = pickle.loads(bytes.fromhex(run(program, notes=tmp_path, folder=ROOT)))
+    cached = pickle.loads(bytes.fromhex(warm_torch.output(["-c", program])))
     assert list(cached) == ["a", "b"]
     assert (cached.hits, cached.misses) == (2, 0)
 

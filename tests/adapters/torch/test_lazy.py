@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from castore import CastoreError
 from castore.adapters.torch.dataset_identity import dataset_key
-from tests.adapters import programs
 from tests.adapters.torch.conftest import Cell
 from tests.adapters.torch.shards import Make, indices_of, of_node
+from tests.warm import WarmPython
 
 
 def test_alone_it_is_the_whole_dataset_in_order(make_shard: Make) -> None:
@@ -252,14 +252,15 @@ class Pictures(torch.utils.data.Dataset):
 """
 
 
-def test_bilevelcaches_example_runs_with_only_the_import_changed(tmp_path: Path) -> None:
+def test_bilevelcaches_example_runs_with_only_the_import_changed(
+    tmp_path: Path, warm_torch: WarmPython
+) -> None:
     (tmp_path / "pictures.py").write_text(PICTURES)
     environ = {"RANK": "0", "WORLD_SIZE": "1", "PICTURES": str(tmp_path)}
-    example = programs.Program(EXAMPLE, notes=tmp_path, folder=tmp_path, environment=os.environ | environ)
-    code, out, err = example.end()
-    assert code == 0, err
-    assert "Traceback" not in err
-    assert out.strip() == "8"
+    done = warm_torch.run(["-c", EXAMPLE], cwd=tmp_path, env=os.environ | environ, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.strip() == "8"
     hits, misses = (line for line in (tmp_path / "out.txt").read_text().splitlines() if line)
     assert hits.startswith("0 hit[")
     assert misses.startswith("0 miss[")

@@ -15,9 +15,9 @@ from castore.adapters.torch.level_sizes import disk_bytes, is_off, memory_bytes
 from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import InvalidValueError, StoreError
 from castore.shm.free_space import shm_free
-from tests.adapters import programs
 from tests.adapters.torch.records import open_levels, visit
 from tests.helpers import in_small_shm, noise
+from tests.warm import WarmPython
 
 
 @pytest.fixture
@@ -73,12 +73,14 @@ print(levels.disk.stats().samples)
 """
 
 
-def test_a_full_disk_is_an_error_at_the_start_and_a_warning_later(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_at_the_start_and_a_warning_later(
+    tmp_path: Path, warm_torch: WarmPython
+) -> None:
     place = tmp_path / "small"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24M", "tmpfs", place], check=True)
     try:
-        out = programs.run(SMALL_DISK, place, notes=tmp_path, folder=tmp_path)
+        out = warm_torch.output(["-c", SMALL_DISK, place])
     finally:
         subprocess.run(["umount", place], check=True)
     refused, warned, hits, samples = out.splitlines()

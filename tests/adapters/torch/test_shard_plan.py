@@ -5,7 +5,6 @@ the world.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from castore.adapters.torch.shard_plan import (
     shard_sizes,
     slice_of,
 )
-from tests.adapters import programs
+from tests.warm import WarmPython
 
 counts = st.integers(0, 400)
 seeds = st.integers(0, 2**70)
@@ -57,11 +56,11 @@ def test_permutation_is_the_same_on_every_machine_and_in_every_version() -> None
     assert permutation(6, 2**70, "epoch", 3, 0, 1).tolist() == [0, 1, 3, 4, 2, 5]
 
 
-def test_permutation_is_the_same_in_another_process(tmp_path: Path) -> None:
+def test_permutation_is_the_same_in_another_process(warm_torch: WarmPython) -> None:
     code = (
         "from castore.adapters.torch.shard_plan import permutation; print(permutation(50, 13, 'x').tolist())"
     )
-    found = programs.run(code, notes=tmp_path, folder=tmp_path)
+    found = warm_torch.output(["-c", code])
     assert found.strip() == str(permutation(50, 13, "x").tolist())
 
 

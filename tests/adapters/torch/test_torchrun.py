@@ -11,13 +11,14 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, NamedTuple
 
 import pytest
 
 from castore.shm.free_space import SHM
 from castore.shm.segments import is_alive, path_of
-from tests.adapters import programs
+from tests.warm import Started, WarmPython
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -26,29 +27,32 @@ ROOT = HERE.parents[2]
 # Ranks that torchrun forks have torch from it: each that it starts with a program imports it for a second.
 _FORKED = ("--run-path", "--start-method=fork")
 #: The program of the command `torchrun`.
-_TORCHRUN = "from torch.distributed.run import main\nmain()"
+_TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def torchrun(
+    warm_torch: WarmPython,
     folder: Path,
     *arguments: str,
     nproc: int = 2,
     launch: tuple[str, ...] = ("--standalone",),
     ranks: tuple[str, ...] = _FORKED,
     **variables: str,
-) -> programs.Program:
+) -> Started:
     """Starts it in a folder."""
     words = (*launch, *ranks, f"--nproc-per-node={nproc}", *arguments)
     # One thread a process: two cores are shared by all ranks and workers.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return programs.Program(_TORCHRUN, *words, notes=folder, folder=folder, environment=environment)
+    return warm_torch.start(
+        [*_TORCHRUN, *words], cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, text=True
+    )
 
 
-def run(program: programs.Program) -> tuple[str, str]:
-    """Wait for a program, which must end well: what it wrote to stdout and to stderr."""
-    code, out, err = program.end(300)
-    assert code == 0, err
-    return out, err
+def run(process: Started) -> str:
+    """Wait for a process, which must end well: its messages."""
+    _, messages = process.communicate(timeout=300)
+    assert process.returncode == 0, messages
+    return str(messages)
 
 
 class Job:
@@ -125,7 +129,7 @@ class Jobs(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def together(tmp_path_factory: pytest.TempPathFactory, warm_torch: WarmPython) -> Jobs:
     folder = tmp_path_factory.mktemp("jobs")
     jobs: dict[tuple[object, object], Job] = {}
     for mode, memory in _NODES:
@@ -133,7 +137,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     for workers, group in sorted(_RANKS, key=lambda job: job[1]):  # those without a group first
         jobs[workers, group] = Job(folder / f"{workers}-{group}" / "out", workers=workers, group=group)
     options = json.dumps([job.options for job in jobs.values()])
-    _, stderr = run(torchrun(folder, str(HERE / "lazy_job.py"), options, ranks=()))
+    stderr = run(torchrun(warm_torch, folder, str(HERE / "lazy_job.py"), options, ranks=()))
     return Jobs(jobs, stderr, dead_segments(*jobs.values()))
 
 
@@ -163,27 +167,28 @@ def test_ranks_of_a_node_fill_its_cache_once_together(together: Jobs, mode: str,
         assert 20 < stats["memory"][0] < 80
 
 
-def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_nothing_that_stops_the_next_run(tmp_path: Path, warm_torch: WarmPython) -> None:
     killed = Job(tmp_path / "killed", kill=[1, 1], workers=1, group=True)
     # Killed workers leave folders of sockets behind, whose paths would be too long below `tmp_path`.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as sockets:
-        code, _, stderr = torchrun(tmp_path, *killed.arguments, TMPDIR=sockets).end(300)
-    assert code == 1
+        process = torchrun(warm_torch, tmp_path, *killed.arguments, TMPDIR=sockets)
+        _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 1
     assert "Signal 9" in stderr or "SIGKILL" in stderr
     job = Job(tmp_path / "again", workers=1, group=True)
-    run(torchrun(tmp_path, *job.arguments))
+    run(torchrun(warm_torch, tmp_path, *job.arguments))
     check_one_fill(job)
     assert len(killed.pids()) >= 2 <= len(job.pids())
     assert not dead_segments(killed, job)
 
 
-def test_nodes_tell_each_other_their_room(tmp_path: Path) -> None:
+def test_nodes_tell_each_other_their_room(tmp_path: Path, warm_torch: WarmPython) -> None:
     # Two launchers on one machine are two nodes: each has a cache of its own.
     job = Job(tmp_path / "out", group=True, balance="room", memory=["10MB", "30MB"], n=100)
     port = str(20000 + os.getpid() % 10000)
     launch = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}")
     nodes = [
-        torchrun(tmp_path, *job.arguments, nproc=1, launch=(*launch, f"--node-rank={node}"))
+        torchrun(warm_torch, tmp_path, *job.arguments, nproc=1, launch=(*launch, f"--node-rank={node}"))
         for node in range(2)
     ]
     for node in nodes:
@@ -194,18 +199,15 @@ def test_nodes_tell_each_other_their_room(tmp_path: Path) -> None:
     assert shares == [33, 67]
 
 
-def test_the_example_for_one_process_is_faster_from_the_second_epoch_on(tmp_path: Path) -> None:
-    run_example = "import runpy, sys\ndel sys.argv[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    words = (ROOT / "docs/examples/single.py", "--cache", "cache")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_the_example_for_one_process_is_faster_from_the_second_epoch_on(
+    tmp_path: Path, warm_torch: WarmPython
+) -> None:
+    words = [ROOT / "docs/examples/single.py", "--cache", "cache"]
     outputs = []
     for _ in range(2):
-        program = programs.Program(
-            run_example, *words, notes=tmp_path, folder=tmp_path, environment=environment
-        )
-        out, err = run(program)
-        assert err == ""
-        outputs.append(out.splitlines())
+        done = warm_torch.run(words, cwd=tmp_path, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        outputs.append(done.stdout.splitlines())
     assert "0 samples from RAM, 0 from disk, 400 read" in outputs[0][0]
     assert all("0 read" in line for line in outputs[0][1:] + outputs[1])
 

@@ -8,6 +8,7 @@ import random
 import signal
 import warnings
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -15,9 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from castore import Store, UnhashableError
 from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset
-from tests.adapters.programs import Program
-
-ROOT = Path(__file__).parents[3]
+from tests.warm import WarmPython
 
 
 class Drawn(Dataset[int]):
@@ -120,43 +119,44 @@ cached.close()
 """
 
 
-def run(folder: Path, offset: int, way: str, **variables: str) -> Program:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return Program(_RUN, folder, offset, way, notes=folder, folder=folder, environment=environment)
-
-
-def test_samples_of_a_killed_run_are_never_another_runs(tmp_path: Path) -> None:
-    killed = run(tmp_path, 1000, "killed")
-    code, told, _ = killed.end()
-    assert json.loads(told) == list(range(1000, 1030))
-    assert code == -signal.SIGKILL
-    code, told, _ = run(tmp_path, 2000, "named").end()
+def test_samples_of_a_killed_run_are_never_another_runs(tmp_path: Path, warm_torch: WarmPython) -> None:
+    killed = warm_torch.run(["-c", _RUN, tmp_path, "1000", "killed"], cwd=tmp_path, text=True)
+    assert json.loads(killed.stdout) == list(range(1000, 1030))
+    assert killed.returncode == -signal.SIGKILL
+    told = warm_torch.output(["-c", _RUN, tmp_path, "2000", "named"], cwd=tmp_path)
     assert json.loads(told) == list(range(2000, 2030))
-    assert code == 0
 
 
-def ranks_of_a_node(folder: Path, way: str) -> list[str]:
+def ranks_of_a_node(warm_torch: WarmPython, folder: Path, way: str) -> list[str]:
     job = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(os.getpid()),
     }
-    both = [run(folder, 1000 * rank, way, RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in range(2)]
-    ends = [rank.end() for rank in both]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    return [told for _, told, _ in ends]
+    both = [
+        warm_torch.start(
+            ["-c", _RUN, folder, str(1000 * rank), way], cwd=folder, stdout=PIPE, stderr=PIPE, text=True,
+            env=os.environ | job | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    ends = [rank.communicate(timeout=200) for rank in both]
+    assert [rank.returncode for rank in both] == [0, 0], ends
+    return [told for told, _ in ends]
 
 
-def test_ranks_whose_data_may_differ_get_their_own_samples(tmp_path: Path) -> None:
+def test_ranks_whose_data_may_differ_get_their_own_samples(tmp_path: Path, warm_torch: WarmPython) -> None:
     """Rank 1's dataset has other samples at the same places, and nothing can tell."""
-    first, second = map(json.loads, ranks_of_a_node(tmp_path, "ranks"))
+    first, second = map(json.loads, ranks_of_a_node(warm_torch, tmp_path, "ranks"))
     assert first == list(range(30))
     assert second == list(range(1000, 1030))
 
 
-def test_ranks_that_share_nothing_still_cut_their_shards_alike(tmp_path: Path) -> None:
-    told = [line.partition(" ") for line in ranks_of_a_node(tmp_path, "rooms")]
+def test_ranks_that_share_nothing_still_cut_their_shards_alike(
+    tmp_path: Path, warm_torch: WarmPython
+) -> None:
+    told = [line.partition(" ") for line in ranks_of_a_node(warm_torch, tmp_path, "rooms")]
     assert told[0][0] == told[1][0]
     seen = [sample % 1000 for _, _, text in told for sample in json.loads(text)]
     assert sorted(seen) == list(range(30))

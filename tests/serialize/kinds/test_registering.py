@@ -30,9 +30,9 @@ from castore.adapters.torch import CachedDataset
 from castore.adapters.torch.samples import pack, unpack
 from castore.serialize.kinds import kind_registry, user_classes
 from castore.serialize.serializers import dump, load
-from tests.adapters.programs import run
 from tests.serialize.kinds.values import Image as Plane
 from tests.serialize.kinds.values import Typed
+from tests.warm import WarmPython
 
 
 @pytest.fixture(autouse=True)
@@ -266,28 +266,28 @@ if __name__ == "__main__":
     "starts", [("fork", "spawn"), pytest.param(("spawn", "fork"), marks=pytest.mark.matrix)], ids="-".join
 )
 def test_classes_of_the_main_module_are_found_by_workers_and_later_runs(
-    tmp_path: Path, starts: tuple[str, str]
+    tmp_path: Path, starts: tuple[str, str], warm_torch: WarmPython
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    first, second = (_run_program(tmp_path, start) for start in starts)
+    first, second = (_run_program(warm_torch, ["program.py"], tmp_path, start) for start in starts)
     assert first == second
 
 
-def _run_program(folder: Path, start: str, *, as_module: bool = False) -> str:
-    """The output of the program. Before it forks its worker, it need not import torch itself, which takes a second."""
+def _run_program(warm_torch: WarmPython, program: list[str], folder: Path, start: str) -> str:
+    """The output of the program. A spawned worker imports the program as `python` was called with it."""
     if start == "spawn":
-        return _run([*(["-m", "program"] if as_module else ["program.py"]), str(folder), start], folder)
-    what = "run_module('program'" if as_module else "run_path('program.py'"
-    source = f"import runpy; runpy.{what}, run_name='__main__'{', alter_sys=True' if as_module else ''})"
-    return run(source, folder, start, notes=folder, folder=folder)
+        return _run([*program, str(folder), start], folder)
+    return warm_torch.output([*program, folder, start], cwd=folder)
 
 
-def test_a_module_that_is_run_and_one_that_is_imported_are_the_same(tmp_path: Path) -> None:
+def test_a_module_that_is_run_and_one_that_is_imported_are_the_same(
+    tmp_path: Path, warm_torch: WarmPython
+) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    told = _run_program(tmp_path, "spawn", as_module=True)
-    assert _run_program(tmp_path, "fork", as_module=True) == told
+    told = _run_program(warm_torch, ["-m", "program"], tmp_path, "spawn")
+    assert _run_program(warm_torch, ["-m", "program"], tmp_path, "fork") == told
     read = "import program; from castore import Store; s = Store('store'); print(s.load('scan')); s.close()"
-    assert run(read, notes=tmp_path, folder=tmp_path) == told.splitlines(keepends=True)[-1]
+    assert warm_torch.output(["-c", read], cwd=tmp_path) == told.splitlines(keepends=True)[-1]
 
 
 LATE = "import dataclasses\n@dataclasses.dataclass\nclass Late:\n    x: int\n"
@@ -308,7 +308,7 @@ def _run(command: list[str], folder: Path) -> str:
     ids=["CachedDataset", "BiLevelCachedDataset"],
 )
 def test_a_class_that_is_not_imported_is_read_again_from_the_dataset_and_then_found(
-    tmp_path: Path, made: str
+    tmp_path: Path, made: str, warm_torch: WarmPython
 ) -> None:
     """A dataset may import a class only when it reads: the first sample of a new process imports it."""
     (tmp_path / "late.py").write_text(LATE)
@@ -323,7 +323,7 @@ def test_a_class_that_is_not_imported_is_read_again_from_the_dataset_and_then_fo
         "    print([cached[i] for i in range(3)], cached.misses)\n"
     )
     for reads in (3, 1):
-        told = run(script, notes=tmp_path, folder=tmp_path)
+        told = warm_torch.output(["-c", script], cwd=tmp_path)
         assert told == f"[Late(x=0), Late(x=1), Late(x=2)] {reads}\n"
 
 
