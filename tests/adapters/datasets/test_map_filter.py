@@ -354,6 +354,29 @@ def test_a_program_that_ends_at_once_has_stored_its_results(
     assert not [path for path in (store.path / "work").iterdir() if path.is_dir()]
 
 
+_IN_ONE_PIECE = """
+import random, sys, datasets
+from castore import Store
+from castore.adapters.datasets import cached_map
+datasets.disable_progress_bars()
+def some(row): return {"text": row["text"].upper()} if row["n"] < 1500 else None
+words = random.Random(1).choices("abcdef", k=30_000)
+texts = datasets.Dataset.from_dict({"n": range(3000), "text": ["".join(words[n:n + 10_000]) for n in range(3000)]})
+cached_map(texts, some, store=Store(sys.argv[1]))
+"""
+
+
+def test_a_program_that_ends_at_once_has_stored_a_result_in_one_piece(
+    store: Store, warm_datasets: WarmPython
+) -> None:
+    """Threads store it while the program goes on, and Python starts no more of these at its end."""
+    done = warm_datasets.run(["-c", _IN_ONE_PIECE, store.path], text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ran as one piece" in done.stderr
+    assert "was not stored" not in done.stderr
+    assert sum(entry.name.endswith("state.json") for entry in store.entries("steps")) == 1
+
+
 def test_storing_does_not_delay_whoever_goes_on(
     store: Store, texts: datasets.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

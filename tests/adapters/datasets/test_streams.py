@@ -559,7 +559,7 @@ def test_a_stream_can_be_put_into_the_store_that_keeps_its_calls(store: Store) -
 # The program that fails is forked off with all imports of the next one, those of a first stream too, and ends as
 # each program does.
 _SCRIPT = """
-import datasets, os, sys
+import ctypes, datasets, os, sys
 from castore import Store
 from castore.adapters.datasets import cached_map
 
@@ -573,7 +573,9 @@ if not fails:
     print("ended", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 store = Store(sys.argv[1])
 rows = cached_map(datasets.Dataset.from_dict({"number": list(range(9))}).to_iterable_dataset(), f, store=store)
-for number, row in enumerate(rows):
+stream = iter(rows)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))  # held to the end, as by an extension module
+for number, row in enumerate(stream):
     if fails and number == 4:
         raise SystemError("the training fails")
 """
