@@ -45,6 +45,8 @@ _ID = re.compile(_UUID)
 _MADE_UP = re.compile(r"/tmp[a-z0-9_]{8}(?![a-z0-9_])|\bpsm_[0-9a-f]{8}\b")  # noqa: S108 - none is made
 # Smaller process ids are ignored: they are common numbers, and the same in each run of a container.
 _LEAST_PROCESS = 1000
+# In more encoded bytes than this, such as a vocabulary's, a process id stands by chance.
+_LONGEST_WITH_PROCESS = 65_536
 # `castore.keys.encoder` writes doubtful values with these prefixes. A present time as a float begins with the
 # byte "A".
 _MARKS = (b"\x04uuid:16:", b"\x05float:8:A", b"\x08datetime:")
@@ -153,25 +155,27 @@ def outside() -> int:
 
 def are_in(code: bytes) -> bool:
     """Whether encoded bytes may contain a doubtful value."""
-    marks, digits, text = _own_number(os.getpid())
-    # A pattern that looks at what stands before a number is slow, so its digits are searched for first.
     return (
-        any(map(code.__contains__, marks))
+        any(map(code.__contains__, _MARKS))
         or 0 < sum(map(code.count, _LARGE_MARKS)) <= _LARGE_ONES
         or any(search.search(code) for search in _TEXTS)
-        or (digits in code and text is not None and text.search(code) is not None)
+        or (len(code) <= _LONGEST_WITH_PROCESS and _has_own_number(code))
     )
 
 
+def _has_own_number(code: bytes) -> bool:
+    number, digits, text = _own_number(os.getpid())
+    # A pattern that looks at what stands before a number is slow, so its digits are searched for first.
+    return text is not None and (number in code or (digits in code and text.search(code) is not None))
+
+
 @functools.lru_cache(maxsize=4)
-def _own_number(process: int) -> tuple[tuple[bytes, ...], bytes, re.Pattern[bytes] | None]:
-    """All marks with that of a process id as a number; its digits, and a pattern for them in a text."""
+def _own_number(process: int) -> tuple[bytes, bytes, re.Pattern[bytes] | None]:
+    """A process id as an encoded number, its digits, and, unless it is small, a pattern for them."""
     digits = b"%d" % process
-    if process < _LEAST_PROCESS:
-        return _MARKS, digits, None
     payload = process.to_bytes(process.bit_length() // 8 + 1, "big", signed=True)
-    mark = b"\x03int:%d:%b" % (len(payload), payload)
-    return (*_MARKS, mark), digits, re.compile(rb"(?<!\d)%b(?!\d)" % digits)
+    pattern = None if process < _LEAST_PROCESS else re.compile(rb"(?<!\d)%b(?!\d)" % digits)
+    return b"\x03int:%d:%b" % (len(payload), payload), digits, pattern
 
 
 def kind_of(value: Any, large: int = 0) -> str | None:

@@ -38,7 +38,8 @@ from castore import Store, UnhashableError, key
 from castore.adapters.datasets import operator_fingerprint
 from castore.adapters.embeddings.table_identity import encoder_digest
 from castore.adapters.torch import dataset_key
-from castore.keys.objects import function_fingerprint
+from castore.keys.objects import OBJECTS, function_fingerprint
+from castore.keys.tracing import encode
 from tests.keys import fingerprinted
 
 ROOT = Path(__file__).parents[2]
@@ -395,6 +396,15 @@ def test_generators_that_nobody_seeded_are_told_and_seeded_ones_are_not(
     assert [len(told) for told in drawn["generator", "map"]] == [0, 0, 1]
     assert [len(told) for told in drawn["seeded", "map"]] == [0, 0, 0]
     assert [len(told) for told in drawn["constant", "map"]] == [0, 0, 0]
+
+
+def test_a_vocabulary_that_has_the_number_of_this_process_by_chance_is_not_searched_for_it() -> None:
+    """Tracing its hundred thousand parts would take five times as long as its key."""
+    vocabulary: dict[str, int] = {f"word {number}": number for number in range(50_000)}
+    vocabulary |= {f"year {os.getpid()}": os.getpid()}
+    assert not encode(OBJECTS, vocabulary, "a vocabulary").found.doubtful
+    few = {f"year {os.getpid()}": 1}
+    assert encode(OBJECTS, few, "a year").found.doubtful == (os.getpid() >= 1000)
 
 
 _PER_PROCESS = """
