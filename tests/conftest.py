@@ -91,7 +91,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="session")
 def warm_datasets() -> Iterator[WarmPython]:
-    """What starts processes that have imported `datasets`."""
+    """Starts processes that have imported `datasets`."""
     warm = WarmPython(DATASETS)
     yield warm
     warm.close()
@@ -99,7 +99,7 @@ def warm_datasets() -> Iterator[WarmPython]:
 
 @pytest.fixture(scope="session")
 def warm_torch() -> Iterator[WarmPython]:
-    """What starts processes that have imported torch."""
+    """Starts processes that have imported torch."""
     warm = WarmPython(TORCH)
     yield warm
     warm.close()

@@ -194,7 +194,7 @@ class WarmPython:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def output(self, words: list[Any], **options: Any) -> str:
-        """What a process prints, which must end well, as `subprocess.check_output` has it."""
+        """Run a process that must end well; returns its output, as `subprocess.check_output` does."""
         done = self.run(words, text=True, **options)
         assert done.returncode == 0, done.stderr
         return str(done.stdout)
