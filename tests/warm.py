@@ -130,7 +130,7 @@ class WarmPython:
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                    "OMP_NUM_THREADS": "1",  # which torch reads at its import: cores are shared by many processes
+                    "OMP_NUM_THREADS": "1",  # torch reads it at its import; many processes share the cores
                 },
                 start_new_session=True,
             )

@@ -361,7 +361,8 @@ from castore.adapters.datasets import cached_map
 datasets.disable_progress_bars()
 def some(row): return {"text": row["text"].upper()} if row["n"] < 1500 else None
 words = random.Random(1).choices("abcdef", k=30_000)
-texts = datasets.Dataset.from_dict({"n": range(3000), "text": ["".join(words[n:n + 10_000]) for n in range(3000)]})
+texts = ["".join(words[n:n + 10_000]) for n in range(3000)]
+texts = datasets.Dataset.from_dict({"n": range(3000), "text": texts})
 cached_map(texts, some, store=Store(sys.argv[1]))
 """
 
