@@ -24,7 +24,7 @@ def test_threads_go_on_while_another_closes_the_store(tmp_path: Path) -> None:
 
 
 def _use_and_close(path: Path) -> tuple[list[str], int]:
-    """The errors of threads that use a store which is closed all the time, and the number of their operations."""
+    """The errors and the number of operations of threads that use a store while it is closed all the time."""
     store, ended = Store(path, memory=0), threading.Event()
     store.put("small", b"x" * 100)
     store.put("large", _LARGE)

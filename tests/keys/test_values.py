@@ -87,8 +87,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def told_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The output of other processes, which are forked from one that has imported other people's libraries: the
-    fingerprints of `fingerprinted.MADE`, and the warnings of three runs of `_CASES`.
+    """The output of other processes, forked from one that has imported other people's libraries.
+
+    It has the fingerprints of `fingerprinted.MADE`, and the warnings of three runs of `_CASES`.
     """
     folder = tmp_path_factory.mktemp("drawn")
     done = subprocess.run(
