@@ -49,11 +49,10 @@ class FetcherClient:
             CorruptError: the remote's bytes are damaged.
         """
         for _ in range(_ATTEMPTS):
-            if self._is_over:
-                raise RemoteError("the request was interrupted")
             with self._connect() as connection, suppress(BrokenPipeError, ConnectionResetError):
                 self._open_now.add(connection)
                 try:
+                    self._raise_if_over()  # `abandon` sees a connection that was added before this look
                     send(connection, {"do": do, **fields})
                     answer = receive(connection)
                 finally:
@@ -81,6 +80,10 @@ class FetcherClient:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def _raise_if_over(self) -> None:
+        if self._is_over:
+            raise RemoteError("the request was interrupted")
+
     def done(self) -> None:
         """Tell the fetcher, if there is one, that this reader will not ask again."""
         with suppress(OSError), self._open() as connection:
@@ -101,6 +104,7 @@ class FetcherClient:
             return self._open()
         deadline, started = time.monotonic() + _START_SECONDS, 0.0
         while time.monotonic() < deadline:
+            self._raise_if_over()
             # Another one may have been about to end: it held the lock, so the one that was started gave up.
             if time.monotonic() > started + 2.0:
                 self._start()

@@ -69,8 +69,9 @@ def store(folder: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def castore(folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
+def castore(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start a command in a process of its own, as a shell does."""
+    started: list[subprocess.Popen[bytes]] = []
 
     def start(
         *words: str | Path, env: dict[str, str] | None = None, store: Path = folder, **options: Any
@@ -80,6 +81,11 @@ def castore(folder: Path) -> Callable[..., subprocess.Popen[bytes]]:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         around = os.environ | {"PYTHONPATH": path} | (env or {})
-        return subprocess.Popen(command, env=around, **streams | options)
+        started.append(subprocess.Popen(command, env=around, **streams | options))
+        return started[-1]
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:  # its test has failed, and later ones are not to fail with it
+            process.kill()
+            process.communicate()

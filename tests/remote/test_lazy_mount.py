@@ -383,6 +383,31 @@ def test_a_request_by_a_fork_of_a_process_that_has_asked_is_answered(other: Stor
     assert in_processes(4, asks) == [True] * 4
 
 
+def test_a_request_that_is_abandoned_while_it_connects_ends(tmp_path: Path) -> None:
+    class Abandoned(FetcherClient):
+        def _open(self) -> socket.socket:
+            connection = super()._open()
+            connection.settimeout(30)  # the request would wait for ever
+            self.abandon()
+            return connection
+
+    (tmp_path / SOCKET).parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as silent:
+        with address(tmp_path / SOCKET) as short:
+            silent.bind(short)
+        silent.listen()
+        with pytest.raises(RemoteError, match="interrupted"):
+            Abandoned(tmp_path).call("ref", remote="team", ref="main", start=None)
+
+
+def test_a_request_that_is_abandoned_starts_no_fetcher(tmp_path: Path) -> None:
+    (tmp_path / SOCKET).parent.mkdir()
+    client = FetcherClient(tmp_path)
+    client.abandon()
+    with pytest.raises(RemoteError, match="interrupted"):
+        client.call("ref", remote="team", ref="main", start=None)
+
+
 # The network
 
 
