@@ -7,6 +7,8 @@ Only if it finds something, the value is encoded once more by an encoder with a 
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -22,6 +24,8 @@ from castore.keys.registry import Rules
 # The beginning of encoded bytes, and the length from which a digest replaces them.
 _ENCODED = re.compile(rb"[\x01-\x14][a-z]+\+\d+:")
 _LONG = 1024
+# Findings in encoded bytes up to this length are remembered: a cached function's code is searched at each call.
+_SHORT = 4096
 _encode_bytes = LEAVES[bytes]
 _ADDRESS = (
     "is an address of this process, which is another one in every run, so nothing would be found again; "
@@ -40,14 +44,26 @@ class Found:
 
     def look(self, code: bytes) -> None:
         """Search encoded bytes for addresses and doubtful values."""
-        self.addresses |= addresses.candidates(code)
-        self.doubtful = self.doubtful or doubts.are_in(code)
+        found, doubtful = (_search if len(code) > _SHORT else _search_once)(code, os.getpid())
+        self.addresses |= found
+        self.doubtful = self.doubtful or doubtful
 
     def leaf(self, code: bytes) -> bytes:
         """The canonical bytes of bytes; long encoded bytes are searched before a digest replaces them."""
         if len(code) > _LONG and _ENCODED.match(code):
             self.look(code)
         return _encode_bytes(code)
+
+
+def _search(code: bytes, process: int) -> tuple[set[int], bool]:
+    """Candidates for addresses in encoded bytes, and whether doubtful values are in them.
+
+    The answer depends on the process: its number is doubtful.
+    """
+    return addresses.candidates(code), doubts.are_in(code)
+
+
+_search_once = functools.lru_cache(maxsize=256)(_search)
 
 
 class Encoded(NamedTuple):
