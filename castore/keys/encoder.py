@@ -23,7 +23,7 @@ import pathlib
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
+from operator import add, itemgetter, le
 from typing import Any, NoReturn, TypeAlias
 
 from blake3 import blake3
@@ -353,22 +353,20 @@ def _members(encoder: Encoder, value: Iterable[Any]) -> list[bytes]:
 
 def _dict(encoder: Encoder, value: dict[Any, Any]) -> bytes:
     """The canonical bytes of a dict. In the user's values the order of keys counts, unless it is sorted."""
-    code = _any_order(encoder, value)
-    if not encoder.ordered or len(value) < 2 or id(value) in encoder.unordered:
-        return code
-    order = order_of_keys(value)
+    counts = encoder.ordered and len(value) > 1 and type(value) is dict and id(value) not in encoder.unordered
+    order = order_of_keys(value) if counts else None
+    leaves = encoder.leaves
+    if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # for example a vocabulary
+        names = [leaves[type(name)](name) for name in value]
+        pairs = map(add, names, [leaves[type(item)](item) for item in value.values()])
+        code = _joined(b"dict", sorted(pairs), each=2)
+        return code if order is None else encoder.tagged("in order", code, _joined(b"list", names))
+    code = _joined(b"dict", _pairs(encoder, value), each=2)
     return code if order is None else encoder.tagged("in order", code, encoder.part(order, ".keys()"))
-
-
-def _any_order(encoder: Encoder, value: dict[Any, Any]) -> bytes:
-    return _joined(b"dict", _pairs(encoder, value), each=2)
 
 
 def _pairs(encoder: Encoder, value: dict[Any, Any]) -> list[bytes]:
     """Each encoded key with its encoded value, sorted."""
-    leaves = encoder.leaves
-    if leaves.keys() >= {*map(type, value), *map(type, value.values())}:  # for example a vocabulary
-        return sorted([leaves[type(name)](name) + leaves[type(item)](item) for name, item in value.items()])
     # All keys before any value, so that an encoder that numbers objects numbers them in the same order.
     codes = [encoder.part(name, f".keys()[{place}]") for place, name in enumerate(value)]
     names = sorted(zip(codes, value, strict=True), key=itemgetter(0))
@@ -380,8 +378,8 @@ def _pairs(encoder: Encoder, value: dict[Any, Any]) -> list[bytes]:
 def order_of_keys(pairs: dict[Any, Any]) -> list[Any] | None:
     """The keys of a dict in their order; None if the order is numeric or alphabetic."""
     keys = list(pairs)
-    ordered = {*map(type, keys)} in ({str}, {int}, set()) and keys == sorted(keys)
-    return None if ordered else keys
+    sortable = {*map(type, keys)} in ({str}, {int}, set())
+    return None if sortable and all(map(le, keys, keys[1:])) else keys
 
 
 # --- rules for plain values ---------------------------------------------------------------------------------
@@ -669,7 +667,7 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     list: lambda encoder, value: _joined(b"list", _items(encoder, value)),
     tuple: lambda encoder, value: _joined(b"tuple", _items(encoder, value)),
     dict: _dict,
-    AnyOrder: _any_order,
+    AnyOrder: _dict,
     set: lambda encoder, value: _joined(b"set", _members(encoder, value)),
     frozenset: lambda encoder, value: _joined(b"frozenset", _members(encoder, value)),
     range: lambda encoder, value: _joined(b"range", _items(encoder, (value.start, value.stop, value.step))),
