@@ -671,10 +671,16 @@ class Store:
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it
                 holds a type that this process has neither imported nor registered.
         """
+        is_there, value = self._load(name)
+        if not is_there:
+            raise self._not_found(name)
+        return value
+
+    def _load(self, name: str) -> tuple[bool, Any]:
         read = self.source.read(check_name(name))
         if read is None:
-            raise self._not_found(name)
-        return serializers.load(read.data, read.serializer, allow_pickle=self.allow_pickle)
+            return False, None
+        return True, serializers.load(read.data, read.serializer, allow_pickle=self.allow_pickle)
 
     def get_or_compute(
         self,
@@ -699,7 +705,6 @@ class Store:
                 that would close the circle gets this error. Circles over processes are not seen, and wait.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
         """
-        check_name(key)
         hit, value = self._load_valid(key, validate)
         if hit:
             return value
@@ -718,11 +723,8 @@ class Store:
             return value
 
     def _load_valid(self, key: str, validate: Callable[[Any], bool] | None) -> tuple[bool, Any]:
-        try:
-            value = self.load(key)
-        except NotFoundError:
-            return False, None
-        return validate is None or validate(value), value
+        is_there, value = self._load(key)
+        return is_there and (validate is None or validate(value)), value
 
     @overload
     def cached(self, function: F, /) -> F: ...

@@ -24,7 +24,7 @@ from castore.keys.registry import Rules
 # The beginning of encoded bytes, and the length from which a digest replaces them.
 _ENCODED = re.compile(rb"[\x01-\x14][a-z]+\+\d+:")
 _LONG = 1024
-# Findings in encoded bytes up to this length are remembered: a cached function's code is searched at each call.
+# Findings in encoded bytes up to this length are remembered, for the code of cached functions.
 _SHORT = 4096
 _encode_bytes = LEAVES[bytes]
 _ADDRESS = (
