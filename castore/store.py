@@ -462,7 +462,13 @@ class Store:
 
     def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
         """`get` for many names, in their order, with one question to the index."""
-        found = self.source.get_many(list(require_several(names, "get_many")))
+        several = list(require_several(names, "get_many"))
+        try:
+            found = self.source.get_many(several)
+        except TypeError:  # one of them is a list, which no dict takes
+            for name in several:
+                check_name(name)
+            raise
         return found if default is None else [default if data is None else data for data in found]
 
     def open(self, name: str) -> io.BufferedReader:
@@ -705,6 +711,8 @@ class Store:
                 that would close the circle gets this error. Circles over processes are not seen, and wait.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
         """
+        if validate is not None and not callable(validate):
+            raise InvalidValueError(f"validate is a function that is called, not {type(validate).__name__}")
         hit, value = self._load_valid(key, validate)
         if hit:
             return value

@@ -80,7 +80,7 @@ _CALLS: dict[str, tuple[_Call, list[Any]]] = {
     "put_if(drop=)": (lambda store, drop: store.put_if(("n", None), [], drop=drop), _NOT_SEVERAL),
     "get": (lambda store, name: store.get(name), [None, b"a", ["a"], {}]),
     "load": (lambda store, name: store.load(name), [None, b"a", ["a"], {}]),
-    "get_many": (lambda store, names: store.get_many(names), _NOT_SEVERAL),
+    "get_many": (lambda store, names: store.get_many(names), [*_NOT_SEVERAL, [["a"]], [{}]]),
     "find_many": (lambda store, names: store.find_many(names), _NOT_SEVERAL),
     "delete_many": (lambda store, names: store.delete_many(names), _NOT_SEVERAL),
     "blob": (lambda store, digest: store.blob(digest), _NO_DIGESTS),
@@ -100,6 +100,10 @@ _CALLS: dict[str, tuple[_Call, list[Any]]] = {
     ),
     "blobs_starting_with(limit=)": (lambda store, limit: store.blobs_starting_with("a", limit), _NO_COUNTS),
     "get_or_compute": (lambda store, value: store.get_or_compute("n", value), [None, b"x", 3]),
+    "get_or_compute(validate=)": (
+        lambda store, value: store.get_or_compute("n", list, validate=value),
+        [b"x", 3, "yes"],
+    ),
     "train_dictionary(samples=)": (
         lambda store, count: store.train_dictionary("", samples=count),
         _NO_COUNTS,

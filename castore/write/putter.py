@@ -13,13 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from castore.errors import (
-    FullError,
-    InvalidValueError,
-    NameConflictError,
-    NotFoundError,
-    add_filename,
-)
+from castore.errors import FullError, InvalidValueError, NameConflictError, NotFoundError, add_filename
 from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
