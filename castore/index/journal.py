@@ -156,9 +156,10 @@ class Journal:
 
     def close(self) -> None:
         """Close the segment."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd, self._number = -1, -1
+        # In this order, for a Ctrl-C may come between any two of these steps.
+        fd, self._number, self._fd = self._fd, -1, -1
+        if fd >= 0:
+            os.close(fd)
 
     def size(self) -> int:
         """Bytes of all segments."""

@@ -294,6 +294,6 @@ class PackWriter:
 
     def close(self) -> None:
         """Close the file. Nothing may be written afterwards."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1  # first, for a Ctrl-C may come right behind the close
+        if fd >= 0:
+            os.close(fd)

@@ -55,9 +55,9 @@ class OpenPack:
 
     def close(self) -> None:
         """Close the pack."""
-        if self._pack is not None:
-            self._pack.close()
-            self._pack = None
+        pack, self._pack = self._pack, None  # first, for a Ctrl-C may come right behind the close
+        if pack is not None:
+            pack.close()
 
     def append(self, txn: Write, data: bytes) -> tuple[int, int]:
         """Append records to this process's pack; returns the pack's id and the records' offset.

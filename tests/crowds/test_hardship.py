@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -108,6 +111,52 @@ def test_interrupts_at_any_moment_leave_index_and_journal_agreeing(store: Store)
     assert journal_agrees(store)
     assert store.verify().bad == []
     recount(store)
+
+
+def interrupted_at(step: int, call: Callable[[], object]) -> bool:
+    """Raise Ctrl-C at one step of the bytecode that a call runs in castore. False if the call has fewer."""
+    steps = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal steps
+        if "castore" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            steps += 1
+            if steps == step:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("part", ["pack", "journal"])
+def test_an_interrupt_at_any_step_of_a_close_leaves_files_that_can_be_written(
+    store: Store, part: str
+) -> None:
+    # Regression: between the close of a file and the note that it is closed, its number stood for a file that
+    # was no longer there, or for another one.
+    closing_one = store.parts.writer.pack.close if part == "pack" else store.index.journal.close
+    for step in itertools.count(1):
+        store.put(f"before/{step}", noise(500, step))
+        was_interrupted = interrupted_at(step, closing_one)
+        store.put(f"after/{step}", noise(600, step))
+        assert store.get(f"before/{step}") == noise(500, step)
+        assert store.get(f"after/{step}") == noise(600, step)
+        if not was_interrupted:
+            break
+    assert step > 10
+    assert journal_agrees(store)
+    assert store.verify().bad == []
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ class Claims:
             lock_byte(self._fd, 0)
 
     def _after_fork(self) -> None:
-        if self._fd >= 0:  # the claims are the parent's, and must not outlive it in a child
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:  # the claims are the parent's, and must not outlive it in a child
+            os.close(fd)
 
     def claim(self, keys: Digests) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Claim the keys that no other filler has; returns which.
@@ -82,10 +82,10 @@ class Claims:
 
     def close(self) -> None:
         """Release all keys, for good."""
-        if self._fd >= 0:
+        fd, self._fd = self._fd, -1  # first, for a Ctrl-C may come right behind the close
+        if fd >= 0:
             self._path.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
+            os.close(fd)
 
     def _write(self, keys: Digests) -> None:
         self._mine = keys
