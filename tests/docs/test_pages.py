@@ -9,8 +9,10 @@ import ast
 import doctest
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from castore.errors import MissingDependencyError
@@ -181,6 +183,14 @@ def test_a_room_says_what_it_is_for_and_what_it_never_does(room: Path) -> None:
 
 def test_at_the_top_of_castore_are_a_dozen_modules_at_most() -> None:
     assert len([*(ROOT / "castore").glob("*.py")]) <= 12
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    graph = grimp.build_graph("castore", "castore_fuse", exclude_type_checking_imports=False)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    # Three classes of settings are public under the adapter's name too, and are fetched at first use.
+    imports["castore.adapters.datasets"].remove("castore.recipes.pipeline_config")
+    TopologicalSorter(imports).prepare()
 
 
 def test_the_modules_that_pages_about_the_code_name_are_there() -> None:

@@ -16,8 +16,9 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 from castore import Entry, NameConflictError, NotFoundError, Store
 from castore.adapters.filesystem import unfinished
@@ -32,15 +33,30 @@ from castore.adapters.filesystem.unwinding import unwinding_blocks
 from castore.errors import CorruptError, InvalidValueError
 from castore.write.putter import NameChanged
 
-if TYPE_CHECKING:
-    from castore.adapters.filesystem.filesystem import CastoreFileSystem
-
 log = logging.getLogger("castore")
 
 #: Bytes that are copied at a time when a file is appended to.
 _COPY_BYTES = 1 << 20
 #: Appended bytes that are held in memory; more bytes go to a nameless file in the store.
 _MEMORY_BYTES = 8 << 20
+
+
+class FileSystem(Protocol):
+    """The file system that opens a file, as far as the file knows it."""
+
+    store: Store
+
+    def entry(self, path: str) -> Entry | None:
+        """See `CastoreFileSystem.entry`."""
+
+    def info(self, path: str) -> Mapping[str, Any]:
+        """See fsspec's `AbstractFileSystem.info`."""
+
+    def unstrip_protocol(self, name: str) -> str:
+        """See fsspec's `AbstractFileSystem.unstrip_protocol`."""
+
+    def append_options(self, entry: Entry | None, given: dict[str, Any]) -> dict[str, Any]:
+        """See `CastoreFileSystem.append_options`."""
 
 
 class _RawFile(io.RawIOBase):
@@ -84,7 +100,7 @@ class _RawFile(io.RawIOBase):
 class ReadFile(io.BufferedReader):
     """A seekable file over the bytes that a name had when it was opened. Pickles as its path and position."""
 
-    def __init__(self, fs: CastoreFileSystem, path: str) -> None:
+    def __init__(self, fs: FileSystem, path: str) -> None:
         opened = _open_bytes(fs, path)
         # Takes over the raw file of `Store.open`, and buffers a frame at a time, as `Store.open` does.
         super().__init__(_RawFile(opened.detach(), path), 256 * 1024)
@@ -108,7 +124,7 @@ class ReadFile(io.BufferedReader):
         return _reopen, (self.fs, self.path, None if self.closed else self.tell())
 
 
-def _open_bytes(fs: CastoreFileSystem, path: str) -> io.BufferedReader:
+def _open_bytes(fs: FileSystem, path: str) -> io.BufferedReader:
     while True:
         entry = fs.entry(path)
         if entry is None:
@@ -125,7 +141,7 @@ def _open_bytes(fs: CastoreFileSystem, path: str) -> io.BufferedReader:
             raise damage_error(path, error) from error
 
 
-def _reopen(fs: CastoreFileSystem, path: str, position: int | None) -> ReadFile:
+def _reopen(fs: FileSystem, path: str, position: int | None) -> ReadFile:
     file = ReadFile(fs, path)
     if position is None:
         file.close()
@@ -150,7 +166,7 @@ class WriteFile(io.BufferedIOBase):
     """
 
     def __init__(
-        self, fs: CastoreFileSystem, path: str, mode: str, autocommit: bool, options: dict[str, Any]
+        self, fs: FileSystem, path: str, mode: str, autocommit: bool, options: dict[str, Any]
     ) -> None:
         super().__init__()
         self._is_open = False

@@ -14,21 +14,31 @@ import sys
 import weakref
 from collections import deque
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 # The stores' own exit handler runs after this module's since it is registered before.
 from castore.adapters.filesystem import stores as _stores  # noqa: F401
 from castore.system.forks import ForkSafeLock
 
-if TYPE_CHECKING:
-    from castore.adapters.filesystem.files import WriteFile
-
 log = logging.getLogger("castore")
 
-_open_files: weakref.WeakSet[WriteFile] = weakref.WeakSet()
+
+class UnfinishedFile(Protocol):
+    """A file that is being written."""
+
+    path: str
+
+    def finish(self) -> None:
+        """Store the bytes."""
+
+    def discard_with_warning(self, why: str) -> None:
+        """Drop the bytes, and log why."""
+
+
+_open_files: weakref.WeakSet[UnfinishedFile] = weakref.WeakSet()
 _resources: dict[int, object] = {}
 #: Files without a reference. `append` and `popleft` are atomic.
-_unreferenced: deque[WriteFile] = deque()
+_unreferenced: deque[UnfinishedFile] = deque()
 #: Held while an unreferenced file is ended.
 _ending_guard = ForkSafeLock()
 #: The thread in which the collector runs.
@@ -37,7 +47,7 @@ _collector_thread: list[int] = []
 _OWN_MODULES = "castore.adapters.filesystem.files", "castore.adapters.filesystem.unfinished"
 
 
-def add(file: WriteFile, resource: object) -> None:
+def add(file: UnfinishedFile, resource: object) -> None:
     """Register an open file: a warning is logged at the end of the program if the file is not ended before.
 
     Args:
@@ -49,13 +59,13 @@ def add(file: WriteFile, resource: object) -> None:
     _resources[id(resource)] = resource
 
 
-def forget(file: WriteFile, resource: object) -> None:
+def forget(file: UnfinishedFile, resource: object) -> None:
     """Forget a file that was stored or discarded."""
     _open_files.discard(file)
     _resources.pop(id(resource), None)
 
 
-def finish(file: WriteFile) -> None:
+def finish(file: UnfinishedFile) -> None:
     """End a file that is not referenced any more.
 
     The collector ends files and the layers above them in any order. Files therefore wait for the end of the
