@@ -4,6 +4,8 @@
 dead processes are recognised. `single_flight` computes a missing value once for all callers. `ram_cache` is a
 bounded LRU. `ballast` reserves space on the disk. `local_files` replaces files outside of stores.
 
-May import: errors, units.
-Must never: know of blobs, names or stores.
+`ownership` checks that a user may use a store's files.
+
+May import: errors, units, and layout, the table of the files of a store.
+Must never: know of blobs, of names, or of anything that is in those files.
 """

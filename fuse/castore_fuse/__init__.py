@@ -1,6 +1,9 @@
 """castore_fuse: mounts a castore as a folder of plain read-only files, through libfuse 3.
 
 Names are imported on first use: `import castore_fuse` is quick, and works without libfuse.
+
+May import: the store and all below it.
+Must never: write into a store, or give a byte that was not checked; import the adapters or watched folders.
 """
 
 from __future__ import annotations

@@ -171,13 +171,20 @@ def test_every_test_that_a_page_names_is_there() -> None:
 
 
 ROOMS = sorted(path.parent for path in (ROOT / "castore").glob("*/__init__.py"))
+PACKAGES = sorted(
+    path.parent for folder in ("castore", "fuse") for path in (ROOT / folder).glob("*/**/__init__.py")
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_says_what_it_may_import_and_what_it_never_does(package: Path) -> None:
+    said = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    assert "May import:" in said
+    assert "Must never:" in said
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_says_what_it_is_for_and_what_it_never_does(room: Path) -> None:
-    said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
-    assert "May import:" in said
-    assert "Must never" in said
+def test_a_room_is_in_the_map_of_the_architecture(room: Path) -> None:
     assert f"`{room.name}/`" in (ROOT / "docs" / "architecture.md").read_text()
 
 

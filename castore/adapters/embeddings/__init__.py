@@ -1,6 +1,9 @@
 """Frozen encoders: embeddings computed once and kept in a store, for any PyTorch code.
 
 The options are those of Quaterion's cache, without its limitations.
+
+May import: torch, the store and all below it, and the public names of `castore.adapters.torch`.
+Must never: give a row that another encoder computed, or train an encoder.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ and others.
 `filesystem` maps fsspec's calls to those of the store. `files` has the open files. `unfinished` ends files
 that are never closed, and `unwinding` finds the exceptions that end a block. `stores` opens each store once a
 process. `paths` is for universal_pathlib.
+
+May import: fsspec, and the store and all below it.
+Must never: show a part of a file that is still written, or a damaged file as a shorter one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""PyTorch datasets over the store: samples in shared memory, on disk, and shards by rank."""
+"""PyTorch datasets over the store: samples in shared memory, on disk, and shards by rank.
+
+`wrapper` is the base of datasets that stand in front of another one. `cached` and `cached_iterable` keep
+samples in the store, `bilevel` in shared memory and in the store, `lazy` by rank, `shared` in shared
+memory alone. `dataset_identity` makes the key of a dataset, `samples` the bytes of a sample.
+
+May import: torch, and the store and all below it, with `shm`.
+Must never: give a sample that the wrapped dataset would not give, or keep samples of a dataset without a key.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """A cache of Python objects in two levels, RAM over a store. Any text is a key; each value has metadata.
 
 The interface is that of EasyDeL's EasyData, which follows Levanter's TreeCache.
+
+May import: the store and all below it.
+Must never: unpickle, unless the cache was opened with ``allow_pickle``.
 """
 
 from __future__ import annotations

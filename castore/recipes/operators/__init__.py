@@ -4,6 +4,9 @@ They have the names, parameters, statistics and methods (`process`, `compute_sta
 Data-Juicer's operators, in castore's own code. So Data-Juicer's recipes run here, and these operators run
 there. Each module is one family. `castore.recipes.registry` finds operators by name, and imports a family at
 its first use.
+
+May import: errors; `base` and the other families. Nothing of the store.
+Must never: fetch a model, a word list or anything else from a network.
 """
 
 from __future__ import annotations

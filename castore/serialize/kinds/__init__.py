@@ -9,8 +9,10 @@ torch and transformers, `images` PIL's, `arrow_tables` pyarrow's. `user_classes`
 dataclasses, enums and tensor subclasses. `kind_registry` has the types that users explain with
 `register_type`.
 
-Parts to put together may come from hostile bytes. Must never: import a module or call a constructor because
-bytes name it, except for the modules and classes of the fixed kinds.
+May import: errors, what lies beside it in `serialize`, and the libraries of its kinds, once a program uses
+them.
+Must never: import a module or call a constructor because bytes name it, except for the modules and classes of
+the fixed kinds: the parts to put together may come from hostile bytes.
 """
 
 from __future__ import annotations
