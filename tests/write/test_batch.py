@@ -298,7 +298,7 @@ def test_a_batch_that_has_ended_or_has_no_changes_is_dropped_in_silence(
     store: Store, end: Callable[[Batch], object]
 ) -> None:
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", ResourceWarning)
         unused, batch = store.batch(), store.batch()
         batch.put("a", b"1")
         end(batch)

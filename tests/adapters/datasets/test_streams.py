@@ -400,7 +400,7 @@ def test_values_that_would_not_come_back_are_a_warning_and_run_again(store: Stor
         with pytest.warns(CacheWarning, match=r"'makes' are not kept.*\['own'\]") as warned:
             rows = list(cached_map(from_python(), makes, store=store))
         assert [row["number"] for row in rows if row["own"]] == [3, 5]
-        assert len(warned) == 1
+        assert [item.category for item in warned].count(CacheWarning) == 1
         assert ran() == expected
 
 
