@@ -205,7 +205,7 @@ def test_the_modules_that_pages_about_the_code_name_are_there() -> None:
     there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
     about = [
         ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "design", "scaling")),
+        *(ROOT / "docs" / f"{name}.md" for name in ("architecture", "design", "scaling", "walks")),
     ]
     named = {
         (identify(page), name)
