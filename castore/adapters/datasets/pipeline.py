@@ -224,6 +224,8 @@ class Pipeline:
         """
         if not self.use_cache:
             raise InvalidValueError("blame reads the results of steps, and this pipeline keeps none")
+        if isinstance(row, bool) or not hasattr(row, "__index__"):
+            raise InvalidValueError(f"blame takes the number of a row, from 0, not {row!r}")
         pending_puts.wait()
         planned = self.plan(dataset)
         kept = [step_runner.load_step(self.store, step.name) for step in planned]

@@ -76,8 +76,8 @@ class StepReport:
         return None if self.rows_in is None else self.rows_in - self.rows_reused
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as a dictionary, for JSON."""
-        return dataclasses.asdict(self)
+        """The same as a dictionary, with `rows_run`, for JSON."""
+        return {**dataclasses.asdict(self), "rows_run": self.rows_run}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -209,6 +209,10 @@ def test_rows_that_are_not_there_and_runs_that_are_not_kept_are_errors(store: St
     for row in (50, -1):
         with pytest.raises(InvalidValueError, match=f"the result has rows 0 to 49, so no row {row}"):
             pipeline.blame(data, row)
+    odd: list[Any] = ["1", None, 1.5, True]
+    for row in odd:
+        with pytest.raises(InvalidValueError, match="blame takes the number of a row, from 0, not"):
+            pipeline.blame(data, row)
     plain = Pipeline([upper], store=store, use_cache=False)
     for other in (plain, Pipeline([upper], store=store, use_checkpoint=True)):
         with pytest.raises(InvalidValueError, match="this pipeline keeps none"):
