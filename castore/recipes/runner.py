@@ -67,7 +67,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for JSON."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "steps": [step.to_dict() for step in self.steps]}
 
 
 @dataclasses.dataclass
