@@ -300,7 +300,7 @@ class Store:
         """A context manager whose binary file is kept at the end of the block. An exception keeps nothing.
 
         The file takes any number of bytes, in order and in constant memory, and cannot seek. ``name`` does
-        not change until the block ends. After the block, the file's ``entry`` is the new entry. Closing the
+        not change until the block ends. After the block, `NewFile.entry` is the new entry. Closing the
         file inside the block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an archive
         may close it.
 
