@@ -46,7 +46,7 @@ from castore.write.incoming import NewFile
 from castore.write.putter import Putter, SupportsRead
 
 if TYPE_CHECKING:
-    from castore.remote.outcomes import Pulled, Pushed
+    from castore.remote.outcomes import Progress, Pulled, Pushed
     from castore.remote.remote import Remote
     from castore.shm.shared_frames import SharedFrames
 
@@ -1083,13 +1083,55 @@ class Store:
                 )
             Remotes(self.path, self.settings).remove(name)
 
-    def push(self, prefix: str = "", *, to: str, **options: Any) -> Pushed:
-        """``remote(to).push(prefix, **options)``, see `Remote.push`."""
-        return self.remote(to).push(prefix, **options)
+    def push(
+        self,
+        prefix: str = "",
+        *,
+        to: str,
+        ref: str = "main",
+        note: str = "",
+        delete: bool = False,
+        progress: Progress | None = None,
+    ) -> Pushed:
+        """Bring names into a ref of a remote, and the bytes that the remote lacks, as `Remote.push` does.
 
-    def pull(self, ref: str = "main", *, remote: str, **options: Any) -> Pulled:
-        """``remote(remote).pull(ref, **options)``, see `Remote.pull`."""
-        return self.remote(remote).pull(ref, **options)
+        Args:
+            prefix, ref, note, delete, progress: as for `Remote.push`.
+            to: name of the remote.
+
+        Raises:
+            NotFoundError: there is no such remote, or no name at or below ``prefix``.
+            ConflictError, CorruptError, InvalidNameError, InvalidValueError, RemoteError: as for
+                `Remote.push`.
+        """
+        return self.remote(to).push(prefix, ref=ref, note=note, delete=delete, progress=progress)
+
+    def pull(
+        self,
+        ref: str = "main",
+        *,
+        remote: str,
+        commit: str | None = None,
+        prefix: str = "",
+        below: str = "",
+        replace: bool = False,
+        lazy: bool = False,
+        progress: Progress | None = None,
+    ) -> Pulled:
+        """Bring the names of a remote's ref into the store, and the bytes, as `Remote.pull` does.
+
+        Args:
+            ref, commit, prefix, below, replace, lazy, progress: as for `Remote.pull`.
+            remote: name of the remote.
+
+        Raises:
+            NotFoundError: there is no such remote.
+            ConflictError, CorruptError, FullError, InvalidNameError, InvalidValueError, RemoteError: as for
+                `Remote.pull`.
+        """
+        return self.remote(remote).pull(
+            ref, commit=commit, prefix=prefix, below=below, replace=replace, lazy=lazy, progress=progress
+        )
 
     def _remote_options(self) -> dict[str, Any]:
         return {"max_size": self.settings.max_size, "durable": self._options["durable"]}

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import castore
-from castore import Store
+from castore import Remote, Store
 
 PACKAGES = (
     "castore",
@@ -228,8 +228,22 @@ def test_internals_do_not_show_in_the_help_of_a_store() -> None:
     methods = set(re.findall(r"^ \|  (\w+)\(", shown, re.MULTILINE))
     assert {"put", "get", "gc", "create"} <= methods
     assert {"relieve", "flush_if_due", "flush_for"} & methods == set()
-    for parameter in inspect.signature(Store.save).parameters.values():
-        assert parameter.kind is not inspect.Parameter.VAR_KEYWORD
+
+
+def test_every_option_of_a_public_function_stands_in_its_signature() -> None:
+    parameters = [
+        (name, parameter.kind)
+        for name, function in members(castore)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    assert [name for name, kind in parameters if kind is inspect.Parameter.VAR_KEYWORD] == []
+
+
+@pytest.mark.parametrize("method", ["push", "pull"])
+def test_a_store_pushes_and_pulls_with_the_options_of_its_remote(method: str) -> None:
+    of_store = dict(inspect.signature(getattr(Store, method)).parameters)
+    assert str(of_store.pop("to" if method == "push" else "remote").annotation) == "str"
+    assert list(of_store.values()) == list(inspect.signature(getattr(Remote, method)).parameters.values())
 
 
 def test_every_public_name_is_there_for_import_star_and_dir_and_loads_alone() -> None:

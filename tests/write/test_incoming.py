@@ -66,7 +66,7 @@ def test_a_file_may_be_written_in_pieces_of_any_size(store: Store, step: int) ->
             assert file.write(piece) == len(piece)
             piece[:] = bytes(len(piece))  # the caller's buffer is its own again
         assert file.tell() == len(data)
-        with pytest.raises(InvalidValueError, match="'a' has no entry: the block of .* has not ended"):
+        with pytest.raises(InvalidValueError, match=r"'a' has no entry: the block of .* has not ended"):
             _ = file.entry
     assert file.entry == store.entry("a")
     assert file.entry.size == len(data)  # without a check for None
