@@ -104,6 +104,18 @@ class Store:
     A store that this user may read and not write opens too, on a read-only file system for instance. Methods
     that would change it raise a `StoreError`, and hits and last accesses are not counted.
 
+    A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
+    ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
+    ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
+    ``has_dictionary``, ``counters``, ``require_writable`` and ``tree``.
+    The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
+
+    Attributes:
+        path: the store's folder.
+        settings: codec, budget and lifetime of new entries.
+        read_only: whether this user can only read the store.
+        allow_pickle: as it was given.
+
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
         FullError: ``/dev/shm`` or the machine has not as much memory free as ``shared_memory``.
@@ -523,14 +535,6 @@ class Store:
 
     # Blobs
 
-    def find(self, name: str) -> Found | None:
-        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
-        return self.index.find(check_name(name))
-
-    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
-        """`find` for many names with one query of the index; missing names are left out."""
-        return self.index.find_many(list(check_names(names, "find_many")))
-
     def blob(self, digest: bytes | str) -> Blob | None:
         """The record of a blob: its sizes, its codec and where its bytes lie. None for an unknown digest.
 
@@ -538,41 +542,6 @@ class Store:
             digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
         """
         return self.index.blob(parse_digest(digest))
-
-    def get_blob(self, blob: Blob) -> bytes | None:
-        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
-        _require(blob, Blob, "get_blob")
-        return self.source.fetch(blob)
-
-    def bring(self, blob: Blob) -> Blob:
-        """Have a blob's bytes in the store if they are only in a remote; returns the blob's record then.
-
-        Raises:
-            NotFoundError: the remote has lost them.
-            RemoteError: the remote cannot be used.
-        """
-        _require(blob, Blob, "bring")
-        if blob.pack != AWAY:
-            return blob
-        try:
-            self.source.bring([blob.digest])
-        except FileNotFoundError as error:
-            raise NotFoundError(str(error)) from error
-        return self.index.blob(blob.digest) or blob
-
-    def path_of(self, blob: Blob) -> str:
-        """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
-
-        Raises:
-            NotFoundError: the bytes were found damaged or missing, or are only in a remote.
-        """
-        _require(blob, Blob, "path_of")
-        if not blob.is_here:
-            raise NotFoundError(
-                f"the bytes of blob {blob.digest.hex()} are not in {self.path}: they are damaged, missing, or"
-                " only in a remote; `castore stat` with the digest tells which"
-            )
-        return self.objects.path(blob)
 
     def open_blob(self, digest: bytes | str) -> OpenBlob:
         """A blob by its digest, held open: any range of its bytes, or all of them in order.
@@ -600,44 +569,6 @@ class Store:
                 gone = error
         shown = digest if isinstance(digest, str) else digest.hex()
         raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
-
-    def blobs_starting_with(self, digits: str, limit: int = 2) -> list[Blob]:
-        """The first blobs whose digests begin with some hex digits; those without bytes are left out.
-
-        Args:
-            digits: lowercase hex digits, at most 64.
-            limit: number of blobs; two show whether ``digits`` are ambiguous.
-
-        >>> import tempfile
-        >>> store = Store(tempfile.mkdtemp() + "/cache")
-        >>> entry = store.put("greeting", b"hello")
-        >>> [blob.size for blob in store.blobs_starting_with(entry.digest[:12])]
-        [5]
-        """
-        if type(digits) is not str or not _HEX(digits):
-            raise InvalidValueError(f"a digest begins with hex digits, at most 64, not {digits!r:.100}")
-        low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-        return self.index.blobs_between(low, high, parse_count(limit, "limit"))
-
-    def names_of(self, digest: bytes | str) -> list[str]:
-        """The names that point to a blob, expired or not. Reads every entry's row.
-
-        Args:
-            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
-        """
-        return self.index.names_of(parse_digest(digest))
-
-    def remove_blobs(self, digests: Iterable[bytes]) -> None:
-        """Remove those of some blobs that no entry names, without the grace period of gc.
-
-        Raises:
-            StoreError: a live mount does not answer.
-        """
-        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in digests])
-
-    def count_use(self, name: str) -> None:
-        """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`."""
-        self.source.count_use(check_name(name))
 
     # Objects
 
@@ -826,25 +757,6 @@ class Store:
         """
         return self.index.children(check_prefix(folder), time.time())
 
-    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
-        """Entries below a prefix, expired or not, whose metadata has a key of that name.
-
-        The key may lie at the top or deeper. Text inside a value may look like the key, so check the
-        metadata. Reads every entry's row.
-
-        Args:
-            key: as the metadata has it.
-            prefix: whole parts of names; "" for all.
-
-        >>> import tempfile
-        >>> store = Store(tempfile.mkdtemp() + "/cache")
-        >>> _ = store.put("a", b"1", metadata={"run": 7})
-        >>> _ = store.put("b", b"2")
-        >>> [entry.name for entry in store.entries_with_key("run")]
-        ['a']
-        """
-        return self.index.entries_with_key(key, check_prefix(prefix))
-
     def copy(self, name: str, to: str) -> Entry:
         """Give the same bytes a second name. No bytes are read or written.
 
@@ -885,16 +797,6 @@ class Store:
         """
         check_name(name)
         return self._delete([name]) == 1
-
-    def delete_unchanged(self, entry: Entry) -> bool:
-        """Remove an entry, unless its bytes or its metadata have changed since it was read.
-
-        Returns:
-            Whether it was removed.
-        """
-        _require(entry, Entry, "delete_unchanged")
-        with self.index.write() as txn:
-            return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
 
     def delete_many(self, names: Iterable[str]) -> int:
         """Remove many names, 2,000 to a commit; returns how many there were."""
@@ -963,10 +865,6 @@ class Store:
         """
         with self.index.write():
             return self.prefixes.set(check_prefix(prefix), None)
-
-    def has_dictionary(self, name: str) -> bool:
-        """Whether new small blobs of that name are compressed with a dictionary."""
-        return self.prefixes.dictionary(check_prefix(name)) is not None
 
     def recompress(
         self, prefix: str = "", *, progress: Callable[[int], object] | None = None
@@ -1165,21 +1063,6 @@ class Store:
         else:
             self._usage.flush_for(parse_duration(seconds))
 
-    def counters(self) -> dict[str, int]:
-        """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
-
-        Counts that are still in memory are not in it; `stat` has them.
-        """
-        return self.index.counters()
-
-    def require_writable(self) -> None:
-        """Check that this user can change the store.
-
-        Raises:
-            StoreError: the store is read-only.
-        """
-        self.index.require_writable()
-
     def totals(self) -> Totals:
         """The numbers of entries and blobs, and their bytes. As quick at ten million as at ten."""
         return self.index.totals()
@@ -1268,3 +1151,134 @@ class Store:
             self.index.require_writable()
         with explain_gone(self.path):
             return verify.run(self.parts, repair=repair, sample=sample, progress=progress)
+
+    # For adapters: entries and blobs, without the rules of `get` (docs/decisions/one-door.md)
+
+    def find(self, name: str) -> Found | None:
+        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
+        return self.index.find(check_name(name))
+
+    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
+        """`find` for many names with one query of the index; missing names are left out."""
+        return self.index.find_many(list(check_names(names, "find_many")))
+
+    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
+        """Entries below a prefix, expired or not, whose metadata has a key of that name.
+
+        The key may lie at the top or deeper. Text inside a value may look like the key, so check the
+        metadata. Reads every entry's row.
+
+        Args:
+            key: as the metadata has it.
+            prefix: whole parts of names; "" for all.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> _ = store.put("a", b"1", metadata={"run": 7})
+        >>> _ = store.put("b", b"2")
+        >>> [entry.name for entry in store.entries_with_key("run")]
+        ['a']
+        """
+        return self.index.entries_with_key(key, check_prefix(prefix))
+
+    def delete_unchanged(self, entry: Entry) -> bool:
+        """Remove an entry, unless its bytes or its metadata have changed since it was read.
+
+        Returns:
+            Whether it was removed.
+        """
+        _require(entry, Entry, "delete_unchanged")
+        with self.index.write() as txn:
+            return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
+
+    def names_of(self, digest: bytes | str) -> list[str]:
+        """The names that point to a blob, expired or not. Reads every entry's row.
+
+        Args:
+            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+        """
+        return self.index.names_of(parse_digest(digest))
+
+    def blobs_starting_with(self, digits: str, limit: int = 2) -> list[Blob]:
+        """The first blobs whose digests begin with some hex digits; those without bytes are left out.
+
+        Args:
+            digits: lowercase hex digits, at most 64.
+            limit: number of blobs; two show whether ``digits`` are ambiguous.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> entry = store.put("greeting", b"hello")
+        >>> [blob.size for blob in store.blobs_starting_with(entry.digest[:12])]
+        [5]
+        """
+        if type(digits) is not str or not _HEX(digits):
+            raise InvalidValueError(f"a digest begins with hex digits, at most 64, not {digits!r:.100}")
+        low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
+        return self.index.blobs_between(low, high, parse_count(limit, "limit"))
+
+    def get_blob(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
+        _require(blob, Blob, "get_blob")
+        return self.source.fetch(blob)
+
+    def bring(self, blob: Blob) -> Blob:
+        """Have a blob's bytes in the store if they are only in a remote; returns the blob's record then.
+
+        Raises:
+            NotFoundError: the remote has lost them.
+            RemoteError: the remote cannot be used.
+        """
+        _require(blob, Blob, "bring")
+        if blob.pack != AWAY:
+            return blob
+        try:
+            self.source.bring([blob.digest])
+        except FileNotFoundError as error:
+            raise NotFoundError(str(error)) from error
+        return self.index.blob(blob.digest) or blob
+
+    def path_of(self, blob: Blob) -> str:
+        """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
+
+        Raises:
+            NotFoundError: the bytes were found damaged or missing, or are only in a remote.
+        """
+        _require(blob, Blob, "path_of")
+        if not blob.is_here:
+            raise NotFoundError(
+                f"the bytes of blob {blob.digest.hex()} are not in {self.path}: they are damaged, missing, or"
+                " only in a remote; `castore stat` with the digest tells which"
+            )
+        return self.objects.path(blob)
+
+    def remove_blobs(self, digests: Iterable[bytes]) -> None:
+        """Remove those of some blobs that no entry names, without the grace period of gc.
+
+        Raises:
+            StoreError: a live mount does not answer.
+        """
+        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in digests])
+
+    def count_use(self, name: str) -> None:
+        """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`."""
+        self.source.count_use(check_name(name))
+
+    def has_dictionary(self, name: str) -> bool:
+        """Whether new small blobs of that name are compressed with a dictionary."""
+        return self.prefixes.dictionary(check_prefix(name)) is not None
+
+    def counters(self) -> dict[str, int]:
+        """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
+
+        Counts that are still in memory are not in it; `stat` has them.
+        """
+        return self.index.counters()
+
+    def require_writable(self) -> None:
+        """Check that this user can change the store.
+
+        Raises:
+            StoreError: the store is read-only.
+        """
+        self.index.require_writable()
