@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from castore.gc.collect import Collected, Plan
     from castore.index.figures import PrefixSize
     from castore.index.places import AwayBlobs
-    from castore.keys.encoder import key
+    from castore.keys.encoder import Content, key
+    from castore.objects.codecs import Buffer
     from castore.read.open_blob import OpenBlob
     from castore.records import Blob, Entry, Found, Mount, Totals
     from castore.remote.outcomes import (
         Checked,
+        Progress,
         Pulled,
         Pushed,
         RemoteChange,
@@ -74,10 +76,12 @@ __all__ = [
     "AwayBlobs",
     "Batch",
     "Blob",
+    "Buffer",
     "CastoreError",
     "Checked",
     "Collected",
     "ConflictError",
+    "Content",
     "CorruptError",
     "DictionaryError",
     "Entry",
@@ -98,6 +102,7 @@ __all__ = [
     "Plan",
     "PrefixDictionary",
     "PrefixSize",
+    "Progress",
     "Pulled",
     "Pushed",
     "Remote",
@@ -136,7 +141,9 @@ __all__ = [
 _MODULES = {
     "Batch": "write.batch",
     "Blob": "records",
+    "Buffer": "objects.codecs",
     "Collected": "gc.collect",
+    "Content": "keys.encoder",
     "Entry": "records",
     "Finding": "repair.verify",
     "Found": "records",
@@ -148,6 +155,7 @@ _MODULES = {
     "PrefixDictionary": "stats",
     "PrefixSize": "index.figures",
     "Checked": "remote.outcomes",
+    "Progress": "remote.outcomes",
     "Pulled": "remote.outcomes",
     "Pushed": "remote.outcomes",
     "Remote": "remote.remote",

@@ -46,7 +46,7 @@ from castore.write.incoming import NewFile
 from castore.write.putter import Putter, SupportsRead
 
 if TYPE_CHECKING:
-    from castore.remote.outcomes import Pulled, Pushed
+    from castore.remote.outcomes import Progress, Pulled, Pushed
     from castore.remote.remote import Remote
     from castore.shm.shared_frames import SharedFrames
 
@@ -104,8 +104,25 @@ class Store:
     A store that this user may read and not write opens too, on a read-only file system for instance. Methods
     that would change it raise a `StoreError`, and hits and last accesses are not counted.
 
+    A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
+    ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
+    ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
+    ``has_dictionary``, ``counters``, ``require_writable`` and ``tree``.
+    The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
+
+    Attributes:
+        path: the store's folder.
+        settings: codec, budget and lifetime of new entries.
+        read_only: whether this user can only read the store.
+        allow_pickle: as it was given.
+
+    Any method raises a `StoreError` if the folder is gone, or if the index is missing or cannot be used. A
+    method that changes the store raises a `FullError` if the disk is full. A method that reads bytes raises a
+    `RemoteError` if they are only in a remote, and the remote cannot be used.
+
     Raises:
         StoreError: the folder is no store, of another format, not accessible, or on a network file system.
+        InvalidValueError: an argument makes no sense.
         FullError: ``/dev/shm`` or the machine has not as much memory free as ``shared_memory``.
         SegmentError: other processes use the store with another ``shared_memory``.
 
@@ -221,6 +238,8 @@ class Store:
 
         Raises:
             InvalidNameError, NameConflictError: the name cannot be used.
+            InvalidValueError: ``codec``, ``level``, ``ttl``, ``pin`` or ``serializer`` makes no sense.
+            SerializationError: ``data`` is no bytes, or the metadata is not JSON-like.
             TooLargeError, FullError: it does not fit into the budget or onto the disk.
         """
         spec = self._putter.make_spec(name, ttl, metadata, pin, serializer)
@@ -246,7 +265,9 @@ class Store:
 
         Raises:
             OSError: the file cannot be read.
-            InvalidValueError: it is not a regular file, or changed while it was read.
+            InvalidValueError: it is not a regular file, or changed while it was read; or an argument makes no
+                sense.
+            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`.
         """
         spec = self._putter.make_spec(name, ttl, metadata, pin, "bytes")
         return self._putter.put_file(spec, path, *self._putter.resolve_codec(codec, level), progress)
@@ -274,8 +295,10 @@ class Store:
             progress: called with the bytes of each piece read.
 
         Raises:
-            InvalidValueError: the stream is non-blocking and had nothing to read.
-            SerializationError: the stream gives text.
+            InvalidValueError: the stream is non-blocking and had nothing to read; or an argument makes no
+                sense.
+            SerializationError: the stream gives text, or the metadata is not JSON-like.
+            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`.
             Exception: what its ``read`` raised.
 
         >>> import io, tempfile
@@ -300,7 +323,7 @@ class Store:
         """A context manager whose binary file is kept at the end of the block. An exception keeps nothing.
 
         The file takes any number of bytes, in order and in constant memory, and cannot seek. ``name`` does
-        not change until the block ends. After the block, the file's ``entry`` is the new entry. Closing the
+        not change until the block ends. After the block, `NewFile.entry` is the new entry. Closing the
         file inside the block ends the writing and keeps nothing yet, so an `io.TextIOWrapper` or an archive
         may close it.
 
@@ -310,8 +333,8 @@ class Store:
                 A name that is missing for `get` is not there.
 
         Raises:
-            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`; all but the first at
-                the end of the block.
+            InvalidNameError, InvalidValueError, SerializationError: as for `put`, at once.
+            NameConflictError, TooLargeError, FullError: as for `put`, at the end of the block.
 
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -345,7 +368,7 @@ class Store:
             codec, level, ttl, pin: as for `put`, for all of them.
 
         Raises:
-            InvalidValueError: an item has another shape.
+            InvalidValueError: an item has another shape, or an argument makes no sense.
             InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`;
                 earlier batches are kept.
         """
@@ -380,7 +403,9 @@ class Store:
             The entries, or None if ``expected`` does not hold any more. Nothing was done then.
 
         Raises:
-            InvalidValueError: ``expected`` or an item has another shape.
+            InvalidValueError: ``expected`` or an item has another shape, or an argument makes no sense.
+            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: as for `put`,
+                and as for `save` with a serializer; nothing was done.
         """
         name, digest = parse_expected(expected)
         is_list = isinstance(items, list | tuple)  # else an item may be gone when the next one comes
@@ -414,6 +439,10 @@ class Store:
             codec, level: as for `put`, for all puts; each put may give its own.
             ttl: the same; `castore.NEVER` for never.
 
+        Raises:
+            InvalidValueError: there is no such codec or level. A lifetime that makes no sense is the error of
+                the first put.
+
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
         >>> with store.batch() as batch:
@@ -442,6 +471,9 @@ class Store:
         gone. Then `get` and `get_many` give the default, `load` and `open` raise `NotFoundError`, and ``name
         in store`` is false. Putting the bytes again heals the name.
 
+        Raises:
+            InvalidNameError: nothing can have that name.
+
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
         >>> store.get("no/such/name", b"")
@@ -461,7 +493,12 @@ class Store:
     def get_many(self, names: Iterable[str], default: T) -> list[bytes | T]: ...
 
     def get_many(self, names: Iterable[str], default: Any = None) -> list[Any]:
-        """`get` for many names, in their order, with one question to the index."""
+        """`get` for many names, in their order, with one question to the index.
+
+        Raises:
+            InvalidNameError: nothing can have one of the names.
+            InvalidValueError: ``names`` is one name, or not several.
+        """
         several = list(require_several(names, "get_many"))
         try:
             found = self.source.get_many(several)
@@ -479,6 +516,7 @@ class Store:
         Raises:
             NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
                 gone.
+            InvalidNameError: nothing can have that name.
             CorruptError: (while reading) the bytes are damaged, and this read is the first to find it. The
                 name is missing from then on.
         """
@@ -523,56 +561,16 @@ class Store:
 
     # Blobs
 
-    def find(self, name: str) -> Found | None:
-        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None."""
-        return self.index.find(check_name(name))
-
-    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
-        """`find` for many names with one query of the index; missing names are left out."""
-        return self.index.find_many(list(check_names(names, "find_many")))
-
     def blob(self, digest: bytes | str) -> Blob | None:
         """The record of a blob: its sizes, its codec and where its bytes lie. None for an unknown digest.
 
         Args:
             digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+
+        Raises:
+            InvalidValueError: ``digest`` is no digest.
         """
         return self.index.blob(parse_digest(digest))
-
-    def get_blob(self, blob: Blob) -> bytes | None:
-        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone."""
-        _require(blob, Blob, "get_blob")
-        return self.source.fetch(blob)
-
-    def bring(self, blob: Blob) -> Blob:
-        """Have a blob's bytes in the store if they are only in a remote; returns the blob's record then.
-
-        Raises:
-            NotFoundError: the remote has lost them.
-            RemoteError: the remote cannot be used.
-        """
-        _require(blob, Blob, "bring")
-        if blob.pack != AWAY:
-            return blob
-        try:
-            self.source.bring([blob.digest])
-        except FileNotFoundError as error:
-            raise NotFoundError(str(error)) from error
-        return self.index.blob(blob.digest) or blob
-
-    def path_of(self, blob: Blob) -> str:
-        """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
-
-        Raises:
-            NotFoundError: the bytes were found damaged or missing, or are only in a remote.
-        """
-        _require(blob, Blob, "path_of")
-        if not blob.is_here:
-            raise NotFoundError(
-                f"the bytes of blob {blob.digest.hex()} are not in {self.path}: they are damaged, missing, or"
-                " only in a remote; `castore stat` with the digest tells which"
-            )
-        return self.objects.path(blob)
 
     def open_blob(self, digest: bytes | str) -> OpenBlob:
         """A blob by its digest, held open: any range of its bytes, or all of them in order.
@@ -582,6 +580,7 @@ class Store:
 
         Raises:
             NotFoundError: there is no such blob, or its bytes were found damaged or are gone.
+            InvalidValueError: ``digest`` is no digest.
 
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -600,44 +599,6 @@ class Store:
                 gone = error
         shown = digest if isinstance(digest, str) else digest.hex()
         raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
-
-    def blobs_starting_with(self, digits: str, limit: int = 2) -> list[Blob]:
-        """The first blobs whose digests begin with some hex digits; those without bytes are left out.
-
-        Args:
-            digits: lowercase hex digits, at most 64.
-            limit: number of blobs; two show whether ``digits`` are ambiguous.
-
-        >>> import tempfile
-        >>> store = Store(tempfile.mkdtemp() + "/cache")
-        >>> entry = store.put("greeting", b"hello")
-        >>> [blob.size for blob in store.blobs_starting_with(entry.digest[:12])]
-        [5]
-        """
-        if type(digits) is not str or not _HEX(digits):
-            raise InvalidValueError(f"a digest begins with hex digits, at most 64, not {digits!r:.100}")
-        low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
-        return self.index.blobs_between(low, high, parse_count(limit, "limit"))
-
-    def names_of(self, digest: bytes | str) -> list[str]:
-        """The names that point to a blob, expired or not. Reads every entry's row.
-
-        Args:
-            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
-        """
-        return self.index.names_of(parse_digest(digest))
-
-    def remove_blobs(self, digests: Iterable[bytes]) -> None:
-        """Remove those of some blobs that no entry names, without the grace period of gc.
-
-        Raises:
-            StoreError: a live mount does not answer.
-        """
-        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in digests])
-
-    def count_use(self, name: str) -> None:
-        """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`."""
-        self.source.count_use(check_name(name))
 
     # Objects
 
@@ -661,7 +622,9 @@ class Store:
                 that fits the object.
 
         Raises:
-            SerializationError: no serializer that is allowed fits; the message names the part.
+            SerializationError: no serializer that is allowed fits; the message names the part. Or the
+                metadata is not JSON-like.
+            InvalidNameError, NameConflictError, InvalidValueError, TooLargeError, FullError: as for `put`.
         """
         used, data = serializers.dump(obj, serializer, allow_pickle=self.allow_pickle)
         return self.put(
@@ -674,6 +637,7 @@ class Store:
         Raises:
             NotFoundError: the name is missing: it has no entry or an expired one, or its bytes are damaged or
                 gone.
+            InvalidNameError: nothing can have that name.
             SerializationError: it is a pickle, and the store was not opened with ``allow_pickle=True``; or it
                 holds a type that this process has neither imported nor registered.
         """
@@ -708,7 +672,11 @@ class Store:
 
         Raises:
             InvalidValueError: threads of this process would wait for one another's keys for ever; the one
-                that would close the circle gets this error. Circles over processes are not seen, and wait.
+                that would close the circle gets this error. Circles over processes are not seen, and wait. Or
+                an argument makes no sense.
+            SerializationError: the kept object cannot be loaded, as in `load`, or the new one cannot be
+                saved, as in `save`.
+            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
         """
         if validate is not None and not callable(validate):
@@ -756,9 +724,12 @@ class Store:
             prefix: folder of the entries; default ``cached/<module>.<function>``.
 
         Raises:
-            InvalidValueError: the decorated object cannot be called, or Python cannot list its arguments.
+            InvalidValueError: the decorated object cannot be called, or Python cannot list its arguments;
+                (when called) ``ttl`` makes no sense.
             UnhashableError: (when called) an argument, or an object that the function refers to, has no
                 stable hash.
+            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: (when called)
+                as for `get_or_compute`.
         """
         from castore.keys.cached_function import cached
 
@@ -772,6 +743,9 @@ class Store:
 
         No remote is asked: bytes that are only in a remote count as there, and if the remote has lost them, a
         read is a miss all the same.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
         """
         try:
             return self._blob(name).pack != LOST
@@ -795,6 +769,9 @@ class Store:
 
         Args:
             expired: also return an entry that has expired and that gc has not removed yet.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
         """
         entry = self.index.entry(check_name(name))
         if entry is None or expired or entry.expires is None or entry.expires > time.time():
@@ -807,6 +784,9 @@ class Store:
         Args:
             prefix: whole parts of names: ``a`` covers ``a/b`` and not ``ab``; "" for all.
             damaged: also entries whose bytes were found damaged or gone.
+
+        Raises:
+            InvalidNameError: ``prefix`` is neither empty nor a name.
         """
         return self.index.entries(check_prefix(prefix), time.time(), damaged=damaged)
 
@@ -818,6 +798,9 @@ class Store:
         Args:
             folder: whole parts of names; "" for the top.
 
+        Raises:
+            InvalidNameError: ``folder`` is neither empty nor a name.
+
         >>> import tempfile
         >>> store = Store(tempfile.mkdtemp() + "/cache")
         >>> _ = store.put_many([("a/b/c", b""), ("a/d", b"")])
@@ -825,25 +808,6 @@ class Store:
         ['a/b', 'a/d']
         """
         return self.index.children(check_prefix(folder), time.time())
-
-    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
-        """Entries below a prefix, expired or not, whose metadata has a key of that name.
-
-        The key may lie at the top or deeper. Text inside a value may look like the key, so check the
-        metadata. Reads every entry's row.
-
-        Args:
-            key: as the metadata has it.
-            prefix: whole parts of names; "" for all.
-
-        >>> import tempfile
-        >>> store = Store(tempfile.mkdtemp() + "/cache")
-        >>> _ = store.put("a", b"1", metadata={"run": 7})
-        >>> _ = store.put("b", b"2")
-        >>> [entry.name for entry in store.entries_with_key("run")]
-        ['a']
-        """
-        return self.index.entries_with_key(key, check_prefix(prefix))
 
     def copy(self, name: str, to: str) -> Entry:
         """Give the same bytes a second name. No bytes are read or written.
@@ -853,7 +817,7 @@ class Store:
 
         Raises:
             NotFoundError: ``name`` is missing.
-            InvalidNameError, NameConflictError: ``to`` cannot be used.
+            InvalidNameError, NameConflictError: ``to`` cannot be used, or nothing can have the name ``name``.
         """
         return self._copy(name, to, move=False)
 
@@ -864,7 +828,7 @@ class Store:
 
         Raises:
             NotFoundError: ``name`` is missing.
-            InvalidNameError, NameConflictError: ``to`` cannot be used.
+            InvalidNameError, NameConflictError: ``to`` cannot be used, or nothing can have the name ``name``.
         """
         return self._copy(name, to, move=True)
 
@@ -882,22 +846,20 @@ class Store:
         """Remove a name; gc removes the bytes once no name is left. False if there was no such name.
 
         An expired entry that gc has not removed yet is removed too, and gives True.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
         """
         check_name(name)
         return self._delete([name]) == 1
 
-    def delete_unchanged(self, entry: Entry) -> bool:
-        """Remove an entry, unless its bytes or its metadata have changed since it was read.
-
-        Returns:
-            Whether it was removed.
-        """
-        _require(entry, Entry, "delete_unchanged")
-        with self.index.write() as txn:
-            return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
-
     def delete_many(self, names: Iterable[str]) -> int:
-        """Remove many names, 2,000 to a commit; returns how many there were."""
+        """Remove many names, 2,000 to a commit; returns how many there were.
+
+        Raises:
+            InvalidNameError: nothing can have one of the names; the names of earlier commits are gone.
+            InvalidValueError: ``names`` is one name, or not several.
+        """
         remaining, count = check_names(names, "delete_many"), 0
         while batch := list(islice(remaining, _SMALL_BATCH if is_short(self.path) else _BATCH)):
             count += self._delete(batch)
@@ -914,6 +876,7 @@ class Store:
 
         Raises:
             NotFoundError: there is no such entry.
+            InvalidNameError: nothing can have that name.
         """
         self._set_pinned(name, True)
 
@@ -922,6 +885,7 @@ class Store:
 
         Raises:
             NotFoundError: there is no such entry.
+            InvalidNameError: nothing can have that name.
         """
         self._set_pinned(name, False)
 
@@ -952,7 +916,9 @@ class Store:
 
         Raises:
             DictionaryError: there are too few samples, or the dictionary would not pay. Nothing has changed.
-            InvalidValueError: the store's codec is another than zstd.
+            InvalidValueError: the store's codec is another than zstd, or ``data``, ``samples``, ``size`` or
+                ``level`` makes no sense.
+            InvalidNameError: ``prefix`` is neither empty nor a name.
         """
         return training.train(self.parts, prefix, data, samples, size, level)
 
@@ -960,13 +926,12 @@ class Store:
         """Compress new blobs below ``prefix`` without its dictionary. False if it had none.
 
         The dictionary stays for the blobs that need it.
+
+        Raises:
+            InvalidNameError: ``prefix`` is neither empty nor a name.
         """
         with self.index.write():
             return self.prefixes.set(check_prefix(prefix), None)
-
-    def has_dictionary(self, name: str) -> bool:
-        """Whether new small blobs of that name are compressed with a dictionary."""
-        return self.prefixes.dictionary(check_prefix(name)) is not None
 
     def recompress(
         self, prefix: str = "", *, progress: Callable[[int], object] | None = None
@@ -977,6 +942,9 @@ class Store:
 
         Args:
             progress: called with the number of bytes of the entries that were examined.
+
+        Raises:
+            InvalidNameError: ``prefix`` is neither empty nor a name.
         """
         return training.recompress(self.parts, prefix, progress)
 
@@ -1008,7 +976,9 @@ class Store:
         Raises:
             InvalidNameError, InvalidValueError: of the name, the URL, a bound, or the name has another URL
                 already.
-            RemoteError: the place cannot be used.
+            RemoteError: the place cannot be used: `RemoteMissingError`, `RemoteDeniedError` and
+                `RemoteUnreachableError` say why.
+            MissingDependencyError: a bucket needs ``castore[remote]``.
 
         Warns:
             RemoteWarning: of what may surprise, such as a clock that is wrong.
@@ -1053,6 +1023,7 @@ class Store:
 
         Raises:
             NotFoundError: there is none.
+            InvalidNameError: no remote can have that name.
         """
         from castore.remote.remote import Remote
         from castore.remote.remotes import Remotes
@@ -1070,6 +1041,7 @@ class Store:
 
         Raises:
             NotFoundError: there is none of this name.
+            InvalidNameError: no remote can have that name.
             InvalidValueError: bytes of names of this store are there, and not here.
         """
         from castore.remote.remotes import Remotes
@@ -1083,13 +1055,55 @@ class Store:
                 )
             Remotes(self.path, self.settings).remove(name)
 
-    def push(self, prefix: str = "", *, to: str, **options: Any) -> Pushed:
-        """``remote(to).push(prefix, **options)``, see `Remote.push`."""
-        return self.remote(to).push(prefix, **options)
+    def push(
+        self,
+        prefix: str = "",
+        *,
+        to: str,
+        ref: str = "main",
+        note: str = "",
+        delete: bool = False,
+        progress: Progress | None = None,
+    ) -> Pushed:
+        """Bring names into a ref of a remote, and the bytes that the remote lacks, as `Remote.push` does.
 
-    def pull(self, ref: str = "main", *, remote: str, **options: Any) -> Pulled:
-        """``remote(remote).pull(ref, **options)``, see `Remote.pull`."""
-        return self.remote(remote).pull(ref, **options)
+        Args:
+            prefix, ref, note, delete, progress: as for `Remote.push`.
+            to: name of the remote.
+
+        Raises:
+            NotFoundError: there is no such remote, or no name at or below ``prefix``.
+            ConflictError, CorruptError, InvalidNameError, InvalidValueError, RemoteError: as for
+                `Remote.push`.
+        """
+        return self.remote(to).push(prefix, ref=ref, note=note, delete=delete, progress=progress)
+
+    def pull(
+        self,
+        ref: str = "main",
+        *,
+        remote: str,
+        commit: str | None = None,
+        prefix: str = "",
+        below: str = "",
+        replace: bool = False,
+        lazy: bool = False,
+        progress: Progress | None = None,
+    ) -> Pulled:
+        """Bring the names of a remote's ref into the store, and the bytes, as `Remote.pull` does.
+
+        Args:
+            ref, commit, prefix, below, replace, lazy, progress: as for `Remote.pull`.
+            remote: name of the remote.
+
+        Raises:
+            NotFoundError: there is no such remote.
+            ConflictError, CorruptError, FullError, InvalidNameError, InvalidValueError, RemoteError: as for
+                `Remote.pull`.
+        """
+        return self.remote(remote).pull(
+            ref, commit=commit, prefix=prefix, below=below, replace=replace, lazy=lazy, progress=progress
+        )
 
     def _remote_options(self) -> dict[str, Any]:
         return {"max_size": self.settings.max_size, "durable": self._options["durable"]}
@@ -1117,26 +1131,14 @@ class Store:
             seconds: write only what is due, for at most about so long, and skip what other writers hold up:
                 for a thread that calls this every few moments. Default: write everything, however long it
                 takes.
+
+        Raises:
+            InvalidValueError: ``seconds`` is no duration.
         """
         if seconds is None:
             self._usage.flush()
         else:
             self._usage.flush_for(parse_duration(seconds))
-
-    def counters(self) -> dict[str, int]:
-        """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
-
-        Counts that are still in memory are not in it; `stat` has them.
-        """
-        return self.index.counters()
-
-    def require_writable(self) -> None:
-        """Check that this user can change the store.
-
-        Raises:
-            StoreError: the store is read-only.
-        """
-        self.index.require_writable()
 
     def totals(self) -> Totals:
         """The numbers of entries and blobs, and their bytes. As quick at ten million as at ten."""
@@ -1186,6 +1188,7 @@ class Store:
             removed.
 
         Raises:
+            InvalidValueError: ``max_size`` is no size, or ``grace`` no duration.
             FullError: the disk has no room to rewrite a pack; all else is done.
         """
         budget = self.settings.max_size if max_size is None else parse_budget(max_size)
@@ -1220,9 +1223,179 @@ class Store:
             repair: also drop the entries of damaged blobs, so that the next run computes them again.
             sample: part of the blobs to read, chosen at random: 0.05 reads 5 %.
             progress: called with the stored bytes of each blob that was read.
+
+        Raises:
+            InvalidValueError: ``sample`` is no part: more than 0, and at most 1.
         """
         sample = parse_part(sample, "sample")
         if repair:
             self.index.require_writable()
         with explain_gone(self.path):
             return verify.run(self.parts, repair=repair, sample=sample, progress=progress)
+
+    # For adapters: entries and blobs, without the rules of `get` (docs/decisions/one-door.md)
+
+    def find(self, name: str) -> Found | None:
+        """The blob that a name points to, expired or not, with the name's expiry and serializer, or None.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
+        """
+        return self.index.find(check_name(name))
+
+    def find_many(self, names: Iterable[str]) -> dict[str, Found]:
+        """`find` for many names with one query of the index; missing names are left out.
+
+        Raises:
+            InvalidNameError: nothing can have one of the names.
+            InvalidValueError: ``names`` is one name, or not several.
+        """
+        return self.index.find_many(list(check_names(names, "find_many")))
+
+    def entries_with_key(self, key: str, prefix: str = "") -> Iterator[Entry]:
+        """Entries below a prefix, expired or not, whose metadata has a key of that name.
+
+        The key may lie at the top or deeper. Text inside a value may look like the key, so check the
+        metadata. Reads every entry's row.
+
+        Args:
+            key: as the metadata has it.
+            prefix: whole parts of names; "" for all.
+
+        Raises:
+            InvalidNameError: ``prefix`` is neither empty nor a name.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> _ = store.put("a", b"1", metadata={"run": 7})
+        >>> _ = store.put("b", b"2")
+        >>> [entry.name for entry in store.entries_with_key("run")]
+        ['a']
+        """
+        return self.index.entries_with_key(key, check_prefix(prefix))
+
+    def delete_unchanged(self, entry: Entry) -> bool:
+        """Remove an entry, unless its bytes or its metadata have changed since it was read.
+
+        Returns:
+            Whether it was removed.
+
+        Raises:
+            InvalidValueError: ``entry`` is no `Entry`.
+        """
+        _require(entry, Entry, "delete_unchanged")
+        with self.index.write() as txn:
+            return txn.delete_unchanged(entry.name, bytes.fromhex(entry.digest), entry.metadata)
+
+    def names_of(self, digest: bytes | str) -> list[str]:
+        """The names that point to a blob, expired or not. Reads every entry's row.
+
+        Args:
+            digest: 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+
+        Raises:
+            InvalidValueError: ``digest`` is no digest.
+        """
+        return self.index.names_of(parse_digest(digest))
+
+    def blobs_starting_with(self, digits: str, limit: int = 2) -> list[Blob]:
+        """The first blobs whose digests begin with some hex digits; those without bytes are left out.
+
+        Args:
+            digits: lowercase hex digits, at most 64.
+            limit: number of blobs; two show whether ``digits`` are ambiguous.
+
+        Raises:
+            InvalidValueError: ``digits`` are no hex digits, or ``limit`` is no number of at least 1.
+
+        >>> import tempfile
+        >>> store = Store(tempfile.mkdtemp() + "/cache")
+        >>> entry = store.put("greeting", b"hello")
+        >>> [blob.size for blob in store.blobs_starting_with(entry.digest[:12])]
+        [5]
+        """
+        if type(digits) is not str or not _HEX(digits):
+            raise InvalidValueError(f"a digest begins with hex digits, at most 64, not {digits!r:.100}")
+        low, high = (bytes.fromhex(digits.ljust(64, fill)) for fill in "0f")
+        return self.index.blobs_between(low, high, parse_count(limit, "limit"))
+
+    def get_blob(self, blob: Blob) -> bytes | None:
+        """All bytes of a blob, verified, as `get` gives those of a name; None if they are damaged or gone.
+
+        Raises:
+            InvalidValueError: ``blob`` is no `Blob`.
+        """
+        _require(blob, Blob, "get_blob")
+        return self.source.fetch(blob)
+
+    def bring(self, blob: Blob) -> Blob:
+        """Have a blob's bytes in the store if they are only in a remote; returns the blob's record then.
+
+        Raises:
+            NotFoundError: the remote has lost them.
+            RemoteError: the remote cannot be used.
+            InvalidValueError: ``blob`` is no `Blob`.
+        """
+        _require(blob, Blob, "bring")
+        if blob.pack != AWAY:
+            return blob
+        try:
+            self.source.bring([blob.digest])
+        except FileNotFoundError as error:
+            raise NotFoundError(str(error)) from error
+        return self.index.blob(blob.digest) or blob
+
+    def path_of(self, blob: Blob) -> str:
+        """The file that holds a blob's stored bytes: an object of its own, or a pack. Never write to it.
+
+        Raises:
+            NotFoundError: the bytes were found damaged or missing, or are only in a remote.
+            InvalidValueError: ``blob`` is no `Blob`.
+        """
+        _require(blob, Blob, "path_of")
+        if not blob.is_here:
+            raise NotFoundError(
+                f"the bytes of blob {blob.digest.hex()} are not in {self.path}: they are damaged, missing, or"
+                " only in a remote; `castore stat` with the digest tells which"
+            )
+        return self.objects.path(blob)
+
+    def remove_blobs(self, digests: Iterable[bytes]) -> None:
+        """Remove those of some blobs that no entry names, without the grace period of gc.
+
+        Raises:
+            InvalidValueError: one of ``digests`` is no digest.
+            StoreError: a live mount does not answer.
+        """
+        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in digests])
+
+    def count_use(self, name: str) -> None:
+        """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
+        """
+        self.source.count_use(check_name(name))
+
+    def has_dictionary(self, name: str) -> bool:
+        """Whether new small blobs of that name are compressed with a dictionary.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
+        """
+        return self.prefixes.dictionary(check_prefix(name)) is not None
+
+    def counters(self) -> dict[str, int]:
+        """Hits, misses, damaged blobs and evictions by name, over all processes and runs.
+
+        Counts that are still in memory are not in it; `stat` has them.
+        """
+        return self.index.counters()
+
+    def require_writable(self) -> None:
+        """Check that this user can change the store.
+
+        Raises:
+            StoreError: the store is read-only.
+        """
+        self.index.require_writable()

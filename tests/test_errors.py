@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import errno
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +44,19 @@ def test_attributes_survive_pickling() -> None:
     missing = pickle.loads(pickle.dumps(errors.MissingDependencyError.of("pyarrow", "datasets")))
     assert missing.name == "pyarrow"
     assert 'pip install "castore[datasets]"' in str(missing)
+
+
+def test_the_page_has_every_error_with_its_bases_and_every_warning() -> None:
+    section = (Path(__file__).parents[1] / "docs" / "python.md").read_text().partition("\n## Errors\n")[2]
+    rows = re.findall(r"^\| `(\w+(?:Error|Warning))` \|(.*?)\|", section, re.M)
+    bases = {name: set(re.findall(r"`(\w+Error)`", also)) for name, also in rows if name.endswith("Error")}
+    assert bases == {
+        kind.__name__: {base.__name__ for base in kind.__bases__} - {"CastoreError"}
+        for kind in ALL
+        if kind is not errors.CastoreError
+    }
+    assert {name for name, _ in rows} - bases.keys() == {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, UserWarning)
+    }

@@ -35,6 +35,7 @@ from castore.keys.registry import Rules
 from castore.names import check_name
 
 Content: TypeAlias = str | bytes | bytearray | memoryview | os.PathLike[str] | Iterable[bytes]
+"""The ``content`` that `key` takes: text, bytes, a file by its path, or pieces of bytes."""
 
 # 160 bits, like Git's: with 128 bits, an attacker could find configs or contents with equal keys in 2**64
 # steps.

@@ -25,6 +25,7 @@ from castore.units import as_whole
 FRAME_SIZE = 256 * 1024
 
 Buffer = bytes | bytearray | memoryview
+"""Bytes that a put takes."""
 #: Returns the decompressor for frames that need the dictionary of this number, or raises CorruptError.
 WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
 # Content_Checksum_flag in a zstd frame's Frame_Header_Descriptor, which is the frame's fifth byte.

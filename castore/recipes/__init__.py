@@ -16,7 +16,13 @@ from __future__ import annotations
 from castore.errors import MissingDependencyError
 
 try:
-    from castore.recipes.pipeline_config import CacheStageConfig, DatasetConfig, PipelineConfig
+    from castore.recipes.pipeline_config import (
+        CacheStageConfig,
+        CacheType,
+        DatasetConfig,
+        HashFn,
+        PipelineConfig,
+    )
     from castore.recipes.recipe import Recipe, parse, read
     from castore.recipes.registry import make, register
     from castore.recipes.runner import Outcome, blame, estimate, explain, process
@@ -27,7 +33,9 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "CacheStageConfig",
+    "CacheType",
     "DatasetConfig",
+    "HashFn",
     "Outcome",
     "PipelineConfig",
     "Recipe",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-#: Called with stored bytes that are done, and the stored bytes of all that travels.
 Progress = Callable[[int, int], object]
+"""The ``progress`` of a remote's calls: it gets what is done, and what there is in all, in stored bytes."""
 
 
-#: The choices of prefetching for a mount of a remote: nothing, the rest of a file that is read, or all.
 Prefetch = Literal["none", "open", "all"]
+"""The choices of prefetching for a mount of a remote: nothing, the rest of a file that is read, or all."""
 
 
 class Warmed(NamedTuple):

@@ -99,6 +99,8 @@ class Remote:
             NotFoundError: there is no name at or below ``prefix``.
             CorruptError: a blob here is damaged.
             InvalidValueError: an entry is a pickle.
+            InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
+            RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
         if self.settings.read_only:
             raise RemoteDeniedError(
@@ -149,6 +151,8 @@ class Remote:
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             RemoteMissingError: there is no such ref, commit or prefix.
+            InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty
+                nor a name.
             CorruptError: the remote's bytes are not what they should be.
             FullError: they do not fit into the budget or onto the disk.
         """
@@ -188,6 +192,11 @@ class Remote:
             ref: default ``"main"``.
             commit: begin at this one.
             limit: at most so many.
+
+        Raises:
+            RemoteMissingError: there is no such ref or commit.
+            InvalidNameError: ``ref`` cannot be the name of a ref.
+            InvalidValueError: ``limit`` is less than 1.
         """
         if limit < 1:
             raise InvalidValueError(f"limit must be 1 or more, not {limit}")
@@ -202,6 +211,10 @@ class Remote:
         Args:
             old, new: a ref, and the first digits of a commit in its history, or None for the newest.
             prefix: compare the names at and below it; default all.
+
+        Raises:
+            RemoteMissingError: there is no such ref or commit.
+            InvalidNameError: a ref cannot have that name, or ``prefix`` is neither empty nor a name.
         """
         arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
         return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
@@ -229,6 +242,7 @@ class Remote:
             InvalidValueError: there is no such shard.
             FullError: it does not fit into the store's budget.
             RemoteMissingError: there is no such ref, commit or prefix.
+            InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
         """
         index, shards = shard
         if not 0 <= index < shards:
@@ -304,6 +318,10 @@ class Remote:
 
         Returns:
             The outcome for each ref that had problems. What is still missing, another `check` tells.
+
+        Raises:
+            ConflictError: names changed both here and in a ref, as for `push`.
+            CorruptError: a blob here is damaged.
         """
         bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
         refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})

@@ -81,7 +81,9 @@ class Batch:
             The digest of the bytes, 64 hex characters.
 
         Raises:
-            InvalidNameError, SerializationError: the name or the metadata cannot be used.
+            InvalidNameError: nothing can have that name.
+            InvalidValueError: an argument makes no sense, or the block has ended.
+            SerializationError: ``data`` is no bytes, or the metadata is not JSON-like.
             FullError: the disk is full.
         """
         spec = self._make_spec(name, ttl, metadata, pin, serializer)
@@ -114,7 +116,9 @@ class Batch:
 
         Raises:
             OSError: the file cannot be read.
-            InvalidValueError: it is not a regular file, or changed while it was read.
+            InvalidValueError: it is not a regular file, or changed while it was read; or an argument makes no
+                sense, or the block has ended.
+            InvalidNameError, SerializationError, FullError: as for `put`.
         """
         spec = self._make_spec(name, ttl, metadata, pin, "bytes")
         used, putter = self._choose_codec(codec, level), self._putter
@@ -148,6 +152,8 @@ class Batch:
 
         Raises:
             InvalidNameError, SerializationError: the name or the metadata cannot be used.
+            InvalidValueError: ``digest`` is no digest, another argument makes no sense, or the block has
+                ended.
             NotFoundError: the store does not have the bytes, now or at the end of the block.
         """
         spec = self._make_spec(name, ttl, metadata, pin, "bytes")
@@ -159,6 +165,7 @@ class Batch:
 
         Raises:
             InvalidNameError: nothing can have that name.
+            InvalidValueError: the block has ended.
         """
         self._require_open()
         self._dropped[check_name(name)] = None
@@ -173,6 +180,7 @@ class Batch:
 
         Raises:
             InvalidNameError: nothing can have one of the new names.
+            InvalidValueError: the block has ended.
         """
         self._require_open()
         for name, new in names.items():
@@ -194,6 +202,8 @@ class Batch:
 
         Raises:
             NameConflictError, TooLargeError, FullError: as for `commit`.
+            InvalidValueError: the block has ended.
+            Exception: what ``work`` raised; nothing was put or deleted then.
         """
         self._require_open()
         self._is_run = True
@@ -243,6 +253,9 @@ class Batch:
 
         Raises:
             NameConflictError, TooLargeError, FullError: as for `Store.put`; nothing was put or deleted then.
+            NotFoundError: the bytes of a `link` are gone; nothing was put or deleted then.
+            InvalidValueError: the block has ended, or a file of `put_file` has changed and had to be read
+                again.
         """
         return self._commit(lambda: None)
 

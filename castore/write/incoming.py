@@ -147,9 +147,6 @@ class NewFile(io.BufferedIOBase):
     time.
 
     Closing it ends the writing. Whether its bytes are kept is told by how the block of `Store.create` ends.
-
-    Attributes:
-        entry: what was kept, once the block has ended; else None.
     """
 
     def __init__(
@@ -158,9 +155,23 @@ class NewFile(io.BufferedIOBase):
         super().__init__()
         self.name = name
         self.mode = "wb"
-        self.entry: Entry | None = None
+        self._entry: Entry | None = None
         self._blob = blob
         self._explain_full_disk = explain_full_disk
+
+    @property
+    def entry(self) -> Entry:
+        """The new entry, once the block has ended.
+
+        Raises:
+            InvalidValueError: the block has not ended, or it ended with an error and nothing was kept.
+        """
+        if self._entry is None:
+            raise InvalidValueError(
+                f"{self.name!r} has no entry: the block of Store.create has not ended, or it ended with an"
+                " error; read `entry` after the block"
+            )
+        return self._entry
 
     def writable(self) -> bool:
         """True."""
@@ -220,7 +231,7 @@ class Creation:
             raise InvalidValueError(
                 "Store.create returns a context manager, not a file:"
                 f" use `with store.create({self._file.name!r}) as file:"
-                f" file.{name}(...)`"
+                f" file.{name}{'(...)' if callable(getattr(NewFile, name)) else ''}`"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -230,6 +241,6 @@ class Creation:
         self._file.close()
         try:
             if kind is None:
-                self._file.entry = self._commit()
+                self._file._entry = self._commit()
         finally:
             self._blob.abandon()

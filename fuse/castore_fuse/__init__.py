@@ -12,22 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from castore.remote.outcomes import Prefetch
     from castore_fuse.api import foreground, mount, mounted, umount
     from castore_fuse.errors import BusyError, MountError
 
 _MODULES = {
-    "BusyError": "errors",
-    "MountError": "errors",
-    "foreground": "api",
-    "mount": "api",
-    "mounted": "api",
-    "umount": "api",
+    "BusyError": "castore_fuse.errors",
+    "MountError": "castore_fuse.errors",
+    "Prefetch": "castore.remote.outcomes",
+    "foreground": "castore_fuse.api",
+    "mount": "castore_fuse.api",
+    "mounted": "castore_fuse.api",
+    "umount": "castore_fuse.api",
 }
 
-__all__ = ["BusyError", "MountError", "foreground", "mount", "mounted", "umount"]
+__all__ = ["BusyError", "MountError", "Prefetch", "foreground", "mount", "mounted", "umount"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

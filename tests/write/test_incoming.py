@@ -66,8 +66,10 @@ def test_a_file_may_be_written_in_pieces_of_any_size(store: Store, step: int) ->
             assert file.write(piece) == len(piece)
             piece[:] = bytes(len(piece))  # the caller's buffer is its own again
         assert file.tell() == len(data)
-        assert file.entry is None
+        with pytest.raises(InvalidValueError, match=r"'a' has no entry: the block of .* has not ended"):
+            _ = file.entry
     assert file.entry == store.entry("a")
+    assert file.entry.size == len(data)  # without a check for None
     assert store.get("a") == data
 
 
@@ -93,7 +95,8 @@ def test_an_exception_keeps_nothing_and_what_was_there(store: Store, size: int, 
         _fail(file, size)
     with pytest.raises(KeyError, match="the writer fails"), store.create("a") as file, io.TextIOWrapper(file):
         _fail(file, size)
-    assert file.entry is None
+    with pytest.raises(InvalidValueError, match="it ended with an error; read `entry` after the block"):
+        _ = file.entry
     assert store.get("a") == before
     assert in_tmp(store) == []
     agrees_with_disk(store)
@@ -292,6 +295,8 @@ def test_a_stream_that_is_none_and_a_block_that_is_not_entered_say_what_to_do(st
         InvalidValueError, match=r"a context manager, not a file: use `with store.create\('a'\) as file"
     ):
         block.write(b"x")
+    with pytest.raises(InvalidValueError, match=r"as file: file.entry`"):
+        block.entry  # noqa: B018
     with pytest.raises(AttributeError):
         block.nothing  # noqa: B018
     assert list(store) == []

@@ -11,8 +11,8 @@ names.
 
 May import: all below the adapters.
 
-Must never: import `castore.recipes`, except for its three classes of settings, which are public under this
-name too, and those only at first use; write what `datasets.load_from_disk` cannot read.
+Must never: import `castore.recipes`, except for its settings (`_SETTINGS`), which are public under this name
+too, and those only at first use; write what `datasets.load_from_disk` cannot read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,23 @@ from typing import TYPE_CHECKING, Any
 from castore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from castore.recipes.pipeline_config import CacheStageConfig, DatasetConfig, PipelineConfig
+    from castore.recipes.pipeline_config import (
+        CacheStageConfig,
+        CacheType,
+        DatasetConfig,
+        HashFn,
+        PipelineConfig,
+    )
 
 try:
     from castore.adapters.datasets.background import wait
-    from castore.adapters.datasets.blame import Blame, BlameStep, SourceRow
-    from castore.adapters.datasets.cache import DatasetCache
+    from castore.adapters.datasets.blame import Blame, BlameStep, RowRange, SourceRow
+    from castore.adapters.datasets.cache import DatasetCache, StorableDataset
     from castore.adapters.datasets.disk_space import Estimate
     from castore.adapters.datasets.explain import Explanation, FileChanges
     from castore.adapters.datasets.map_filter import cached_filter, cached_map
     from castore.adapters.datasets.operator_keys import operator_fingerprint
-    from castore.adapters.datasets.pipeline import Pipeline
+    from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
     from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 except ModuleNotFoundError as error:
     if error.name not in ("datasets", "pyarrow", "numpy"):
@@ -43,25 +49,30 @@ __all__ = [
     "Blame",
     "BlameStep",
     "CacheStageConfig",
+    "CacheType",
     "CacheWarning",
     "DatasetCache",
     "DatasetConfig",
     "Estimate",
     "Explanation",
     "FileChanges",
+    "HashFn",
     "Pipeline",
     "PipelineConfig",
     "PipelineResult",
     "Progress",
+    "ProgressCallback",
+    "RowRange",
     "SourceRow",
     "StepReport",
+    "StorableDataset",
     "cached_filter",
     "cached_map",
     "operator_fingerprint",
     "wait",
 ]
 
-_SETTINGS = ("CacheStageConfig", "DatasetConfig", "PipelineConfig")
+_SETTINGS = ("CacheStageConfig", "CacheType", "DatasetConfig", "HashFn", "PipelineConfig")
 
 if not TYPE_CHECKING:  # a type checker would accept any name as present
 

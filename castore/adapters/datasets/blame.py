@@ -29,8 +29,8 @@ from castore.adapters.datasets.source_blocks import SourceBlock, source_blocks
 from castore.adapters.datasets.step_plan import PlannedStep
 from castore.adapters.datasets.tables import batch_rows
 
-#: The first and the last of some rows, counted from 0.
 RowRange = tuple[int, int]
+"""The numbers of the first and the last of some rows, from 0."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from castore.units import parse_ttl
 StorableDataset: TypeAlias = (
     "datasets.Dataset | datasets.DatasetDict | datasets.IterableDataset | datasets.IterableDatasetDict"
 )
+"""The datasets that `DatasetCache.put` takes."""
 _DATASET_TYPES = (
     datasets.Dataset,
     datasets.IterableDataset,

@@ -43,6 +43,7 @@ from castore.objects.codecs import check_codec
 from castore.store import Store
 
 ProgressCallback = Callable[[Progress], object]
+"""The ``progress`` of `Pipeline.run`: it gets the run's `Progress`."""
 
 
 class Pipeline:
@@ -134,7 +135,7 @@ class Pipeline:
             result = PipelineResult(own_copy(dataset), result.steps)
         return result
 
-    def plan(self, dataset: datasets.Dataset) -> list[PlannedStep]:
+    def _plan(self, dataset: datasets.Dataset) -> list[PlannedStep]:
         """The steps with their keys over that dataset.
 
         Raises:
@@ -146,7 +147,7 @@ class Pipeline:
     def explain(self, dataset: datasets.Dataset) -> list[Explanation]:
         """For each step, whether a run would find it done; if not, the changes since the nearest run."""
         pending_puts.wait()
-        planned = self.plan(dataset)
+        planned = self._plan(dataset)
         if self.use_cache:
             return self._count_rows(dataset, planned, explain(self.store, self.name, planned))
         done, reason = 0, "nothing is kept, so every step runs"
@@ -227,7 +228,7 @@ class Pipeline:
         if isinstance(row, bool) or not hasattr(row, "__index__"):
             raise InvalidValueError(f"blame takes the number of a row, from 0, not {row!r}")
         pending_puts.wait()
-        planned = self.plan(dataset)
+        planned = self._plan(dataset)
         kept = [step_runner.load_step(self.store, step.name) for step in planned]
         if planned and kept[-1] is None:
             raise NotFoundError(
@@ -260,7 +261,7 @@ class Pipeline:
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
-        return self._estimate(dataset, self.plan(dataset) if self.use_cache else [])
+        return self._estimate(dataset, self._plan(dataset) if self.use_cache else [])
 
     def _estimate(
         self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], ratio: float | None = None
@@ -280,7 +281,7 @@ class Pipeline:
             temp_dir=self.temp_dir,
         )
 
-    def warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[PlannedStep]) -> None:
+    def _warn_of_space(self, dataset: datasets.Dataset, planned: Sequence[PlannedStep]) -> None:
         """Warn of data that will not fit, before anything runs."""
         if not self._estimate(dataset, planned, ratio=1.0).problems:
             return  # it fits even if nothing can be compressed: how far it can need not be measured
@@ -407,14 +408,14 @@ class _Run:
     def run_cached(self) -> PipelineResult:
         """Take every step from the cache, or run and keep it."""
         pipeline, store = self._pipeline, self._store
-        planned = pipeline.plan(self._dataset)
+        planned = pipeline._plan(self._dataset)
         _warn_of_doubts(pipeline.store, planned)
         begin, outcome = self._find_latest(planned)
         reports = self._report_hits(planned[:begin])
         if outcome is not None:
             self._dataset = outcome.dataset
         if begin < len(planned):
-            pipeline.warn_of_space(self._dataset, planned)
+            pipeline._warn_of_space(self._dataset, planned)
         outcomes: list[tuple[PlannedStep, step_runner.StepOutcome]] = []
         for step in planned[begin:]:
             rows, began = len(self._dataset), time.perf_counter()
@@ -480,7 +481,7 @@ class _Run:
     def run_from_checkpoint(self) -> PipelineResult:
         """Continue from the latest step that a run like this one has finished; keep only the latest step."""
         pipeline = self._pipeline
-        planned = pipeline.plan(self._dataset)
+        planned = pipeline._plan(self._dataset)
         _warn_of_doubts(pipeline.store, planned)
         marks, source = [step.identity() for step in planned], _source_fingerprint(planned)
         checkpoint = Checkpoint(self._store, pipeline.name, pipeline.codec)
@@ -500,7 +501,7 @@ class _Run:
                 self._dataset = self._dataset.read()
             rows = list(found.rows) or [len(self._dataset)]
             if found.steps_done < len(planned):
-                pipeline.warn_of_space(self._dataset, [])
+                pipeline._warn_of_space(self._dataset, [])
                 if found.packed:  # the next step would read a copy then: that copy becomes the checkpoint
                     checkpoint.save(self._dataset, source, marks[: found.steps_done], rows)
             for step in planned[found.steps_done :]:
@@ -515,7 +516,7 @@ class _Run:
     def run_plain(self) -> PipelineResult:
         """Run all steps and keep nothing."""
         if self._pipeline.steps:
-            self._pipeline.warn_of_space(self._dataset, [])
+            self._pipeline._warn_of_space(self._dataset, [])
         reports = []
         for number in range(len(self._pipeline.steps)):
             reports.append(self._run_step(number, None))

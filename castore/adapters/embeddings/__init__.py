@@ -14,11 +14,23 @@ try:
     from castore.adapters.embeddings.cache import EmbeddingCache
     from castore.adapters.embeddings.config import CacheConfig, CacheType
     from castore.adapters.embeddings.encoder import CachedEncoder
+    from castore.adapters.embeddings.encoder_outputs import Leaf, Schema
     from castore.adapters.embeddings.keys import Keys
     from castore.adapters.embeddings.model_cache import cache_embeddings
+    from castore.adapters.embeddings.table_fill import Filling
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "numpy", "tqdm"):
         raise
     raise MissingDependencyError.of(error.name, "embeddings") from error
 
-__all__ = ["CacheConfig", "CacheType", "CachedEncoder", "EmbeddingCache", "Keys", "cache_embeddings"]
+__all__ = [
+    "CacheConfig",
+    "CacheType",
+    "CachedEncoder",
+    "EmbeddingCache",
+    "Filling",
+    "Keys",
+    "Leaf",
+    "Schema",
+    "cache_embeddings",
+]

@@ -22,7 +22,7 @@ from castore.adapters.embeddings.encoder_outputs import Schema, check_rows, rest
 from castore.adapters.embeddings.key_table import Digests, RowNumbers, key_digests
 from castore.adapters.embeddings.shard_commit import Publisher, TableState
 from castore.adapters.embeddings.table import Table, TableView
-from castore.adapters.embeddings.table_fill import Filling
+from castore.adapters.embeddings.table_fill import Filling, KnownKeys
 from castore.adapters.embeddings.table_layout import MANIFEST, PREFIX, Manifest
 from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
 from castore.names import check_name
@@ -210,8 +210,9 @@ class EmbeddingCache:
         claims = Claims(self.store, self._prefix)
         try:
             publisher = Publisher(self.store, self._prefix, self._current_state)
+            known = KnownKeys(self.refresh, self._find_digests, self.schema)
             with Filling(
-                self, publisher, claims, encode, batch_size=batch_size, dtype=self.dtype, where=self.name
+                known, publisher, claims, encode, batch_size=batch_size, dtype=self.dtype, where=self.name
             ) as filling:
                 yield filling
         finally:
@@ -225,7 +226,7 @@ class EmbeddingCache:
 
     # Looking up
 
-    def find_digests(self, keys: Digests) -> RowNumbers:
+    def _find_digests(self, keys: Digests) -> RowNumbers:
         """The row of each key, given as its 128 bits, or -1."""
         return np.full(len(keys), -1, np.int64) if self._table is None else self._table.find(keys)
 
@@ -235,7 +236,7 @@ class EmbeddingCache:
         Raises:
             UnhashableError: a key is no int, str, bytes, or tuple of those.
         """
-        return torch.from_numpy(self.find_digests(key_digests(keys)))
+        return torch.from_numpy(self._find_digests(key_digests(keys)))
 
     def rows(self, keys: Iterable[Any]) -> torch.Tensor:
         """The row of each key, int64 (n,). A row keeps its meaning as long as the table lives.

@@ -117,7 +117,7 @@ class CachedEncoder(nn.Module):
             self._memo = None
             self._tables = [_OutdatedLookup(table.cache) for table in self._tables]
 
-    def add_table(self, table: Lookup) -> int:
+    def _add_table(self, table: Lookup) -> int:
         """Make Keys refer to rows of this table; returns the key of row 0."""
         self._tables.append(table)
         return (len(self._tables) - 1) * ROWS_PER_TABLE

@@ -273,7 +273,7 @@ class _LoaderPlan:
                 )
             by_encoder = [rows[:, numbers].flatten() for numbers in _call_numbers(self.encoders)]
         first_keys = [
-            stand_ins[source.name].add_table(
+            stand_ins[source.name]._add_table(
                 _place_table(self.dataset_pass.tables[source.number], own, stand_ins[source.name], config)
             )
             for source, own in zip(self.encoders, by_encoder, strict=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,39 +33,30 @@ _WAIT, _LONGEST_WAIT = 0.01, 0.5
 EncodeItems = Callable[[list[Any]], Any]
 
 
-class KnownKeys(Protocol):
-    """The part of the cache that a fill uses."""
+class KnownKeys(NamedTuple):
+    """The part of the cache that a fill uses.
 
-    def refresh(self) -> int:
-        """Read the rows that others appended."""
-        ...
+    Attributes:
+        refresh: reads the rows that others appended.
+        find: the row of each key, or -1.
+        schema: the structure of the outputs; None while the cache is empty.
+    """
 
-    def find_digests(self, keys: Digests) -> RowNumbers:
-        """The row of each key, or -1."""
-        ...
-
-    @property
-    def schema(self) -> Schema | None:
-        """The structure of the outputs; None while the cache is empty."""
-        ...
+    refresh: Callable[[], object]
+    find: Callable[[Digests], RowNumbers]
+    schema: Schema | None
 
 
 class Filling:
-    """One fill.
+    """A fill of an `EmbeddingCache`, made by `EmbeddingCache.filling`.
 
-    Args:
-        cache: the known keys.
-        publisher: puts the shards.
-        claims: of this fill.
-        encode: turns a list of items into their outputs.
-        batch_size: items to encode at a time.
-        dtype: the dtype that floating outputs are stored as, or None.
-        where: the table's name, for messages.
+    Attributes:
+        count: the number of items that were encoded here.
     """
 
     def __init__(
         self,
-        cache: KnownKeys,
+        known: KnownKeys,
         publisher: Publisher,
         claims: Claims,
         encode: EncodeItems,
@@ -74,14 +65,25 @@ class Filling:
         dtype: torch.dtype | None,
         where: str,
     ) -> None:
-        self._cache = cache
+        """Begin the fill.
+
+        Args:
+            known: the known keys.
+            publisher: puts the shards.
+            claims: of this fill.
+            encode: turns a list of items into their outputs.
+            batch_size: items to encode at a time.
+            dtype: the dtype that floating outputs are stored as, or None.
+            where: the table's name, for messages.
+        """
+        self._known = known
         self._publisher = publisher
         self._claims = claims
         self._encode = encode
         self._batch_size = batch_size
         self._dtype = dtype
         self._where = where
-        self._schema = cache.schema
+        self._schema = known.schema
         self._queue: list[tuple[bytes, Any]] = []
         self._deferred: dict[bytes, Any] = {}
         self._encoded: list[NewRows] = []
@@ -127,7 +129,7 @@ class Filling:
     def _queue_window(self, keys: Digests, items: Sequence[Any]) -> None:
         """Queue the items that are neither known nor claimed; defer those that others have claimed."""
         wanted: dict[bytes, Any] = dict(self._deferred)
-        for number in np.flatnonzero(self._cache.find_digests(keys) < 0).tolist():
+        for number in np.flatnonzero(self._known.find(keys) < 0).tolist():
             key = keys[number].tobytes()
             if key not in self._claimed:
                 wanted.setdefault(key, items[number])
@@ -137,8 +139,8 @@ class Filling:
         asked = np.frombuffer(b"".join(wanted), np.uint64).reshape(-1, 2)
         free = self._claims.claim(asked)
         # Keys released before `claim` were put before that, so after this refresh they are known.
-        self._cache.refresh()
-        known = self._cache.find_digests(asked) >= 0
+        self._known.refresh()
+        known = self._known.find(asked) >= 0
         for (key, item), is_free, is_known in zip(wanted.items(), free, known, strict=True):
             if is_known:
                 continue
@@ -170,7 +172,7 @@ class Filling:
             return
         rows = join_rows(encoded)
         self._publisher.publish(rows)
-        self._cache.refresh()
+        self._known.refresh()
         self._last_put = time.monotonic()
         self._claims.release(keep=[key for key, _ in self._queue])
         self._claimed = {key for key, _ in self._queue}

@@ -14,10 +14,11 @@ from __future__ import annotations
 from castore.errors import MissingDependencyError
 
 try:
-    from castore.adapters.filesystem.filesystem import CastoreFileSystem
+    from castore.adapters.filesystem.errors import DamagedFileError
+    from castore.adapters.filesystem.filesystem import CastoreFileSystem, Mapper
 except ModuleNotFoundError as error:
     if error.name != "fsspec":
         raise
     raise MissingDependencyError.of("fsspec", "fsspec") from error
 
-__all__ = ["CastoreFileSystem"]
+__all__ = ["CastoreFileSystem", "DamagedFileError", "Mapper"]

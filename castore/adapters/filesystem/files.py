@@ -270,9 +270,9 @@ class WriteFile(io.BufferedIOBase):
                     raise exists_error(self.path) from error
                 raise
 
-    def _keep(self) -> Entry | None:
+    def _keep(self) -> Entry:
         self._block.__exit__(None, None, None)
-        entry: Entry | None = self._file.entry
+        entry: Entry = self._file.entry
         return entry
 
     def discard(self) -> None:
@@ -373,7 +373,6 @@ class AppendFile(WriteFile):
                 with ReadFile(self.fs, self.path) as old:
                     _copy(old, new)
             _copy(self._file, new)
-        assert new.entry is not None  # the block has ended without an error
         return new.entry
 
     def _drop(self) -> None:

@@ -14,13 +14,16 @@ from castore.errors import MissingDependencyError
 
 try:
     from castore.adapters.torch.batch_collate import collate
-    from castore.adapters.torch.bilevel import BiLevelCachedDataset
+    from castore.adapters.torch.bilevel import BiLevelCachedDataset, BiLevelStats
     from castore.adapters.torch.cached import CachedDataset
     from castore.adapters.torch.cached_iterable import CachedIterableDataset
     from castore.adapters.torch.dataset_identity import ADVICE as ADVICE
     from castore.adapters.torch.dataset_identity import dataset_key
     from castore.adapters.torch.dataset_identity import key_and_doubts as key_and_doubts
-    from castore.adapters.torch.lazy import LazyShardDataset
+    from castore.adapters.torch.lazy import Balance, LazyShardDataset, Mode
+    from castore.adapters.torch.level_sizes import Size
+    from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
+    from castore.adapters.torch.shard_plan import Indices
     from castore.adapters.torch.shared import SharedCache, get_shm_size
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "numpy", "tqdm"):
@@ -28,11 +31,19 @@ except ModuleNotFoundError as error:
     raise MissingDependencyError.of(error.name, "torch") from error
 
 __all__ = [
+    "Balance",
     "BiLevelCachedDataset",
+    "BiLevelStats",
     "CachedDataset",
     "CachedIterableDataset",
+    "DiskLevel",
+    "Indices",
     "LazyShardDataset",
+    "LevelStats",
+    "MemoryLevel",
+    "Mode",
     "SharedCache",
+    "Size",
     "collate",
     "dataset_key",
     "get_shm_size",

@@ -40,7 +40,9 @@ from castore.errors import InvalidValueError, UnhashableError
 from castore.units import format_size
 
 Mode = Literal["rank", "node", "disk"]
+"""The ``mode`` of a `LazyShardDataset`."""
 Balance = Literal["equal", "room"]
+"""The ``balance`` of a `LazyShardDataset`."""
 
 
 class _View(NamedTuple):

@@ -16,6 +16,7 @@ from castore.shm.free_space import SHM, memory_free, shm_free
 from castore.units import format_size, parse_size
 
 Size = int | float | str
+"""Bytes as an int or a text ("100GB"), or a fraction in (0, 1] as a float: of what is free."""
 
 _log = logging.getLogger("castore.adapters.torch")
 # A smaller level would hold nothing worth its tables.

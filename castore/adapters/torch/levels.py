@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
-from castore import Store
+from castore import Buffer, Store
 from castore.adapters.torch.policy import Policy
 from castore.errors import FullError, TooLargeError
 from castore.shm.arena import Arena, Table
-from castore.shm.extents import Buffer, Extents
+from castore.shm.extents import Extents
 from castore.shm.tallies import Tallies
 
 #: The number of counters that each level has.
@@ -74,9 +74,15 @@ class Level:
 
 
 class MemoryLevel(Level):
-    """Records in an arena. The slot of a record is the sample's index."""
+    """The samples of a `BiLevelCachedDataset` in shared memory: its ``memory_cache``.
+
+    Attributes:
+        hits, misses: samples found and not found, over all workers and ranks; ``hits.value`` is the number.
+        bytes_read: bytes of the samples found, in the same way.
+    """
 
     def __init__(self, arena: Arena, policy: Policy, tallies: Tallies, first: int) -> None:
+        # The slot of a record in the arena is the sample's index.
         super().__init__(tallies, first)
         self._lock = arena.lock
         self._records = Extents(arena)
@@ -217,15 +223,12 @@ class DiskTable:
 
 
 class DiskLevel(Level):
-    """Records in a store, one entry a sample.
+    """The samples of a `BiLevelCachedDataset` on disk, one entry of a store each: its ``disk_cache``.
 
-    Args:
-        store: the store; its ``max_size`` is the limit, so that it evicts samples of earlier versions of a
-            dataset by itself.
-        limit: the same limit in bytes.
-        name_of: the entry's name for an index.
-        table: which samples are on disk.
-        policy, tallies, first: as in `MemoryLevel`.
+    Attributes:
+        hits, misses: samples found and not found, over all workers and ranks; ``hits.value`` is the number.
+        bytes_read: bytes of the samples found, in the same way.
+        limit: bytes that the level's records may take.
     """
 
     def __init__(
@@ -238,9 +241,18 @@ class DiskLevel(Level):
         tallies: Tallies,
         first: int,
     ) -> None:
+        """Open the level.
+
+        Args:
+            store: the store; its ``max_size`` is the limit, so that it evicts samples of earlier versions of
+                a dataset by itself.
+            limit: the same limit in bytes.
+            name_of: the entry's name for an index.
+            table: which samples are on disk.
+            policy, tallies, first: as in `MemoryLevel`.
+        """
         super().__init__(tallies, first)
         self._store = store
-        #: Bytes that the level's records may take.
         self.limit = limit
         self._name_of = name_of
         self._table = table

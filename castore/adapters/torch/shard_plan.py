@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from castore.errors import InvalidValueError
 
 Indices = NDArray[np.int64]
+"""Indices of samples, an int64 array of shape (n,)."""
 
 
 @dataclass(frozen=True, slots=True)

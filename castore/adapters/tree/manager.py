@@ -32,9 +32,6 @@ from castore.system.single_flight import ComputeLocks
 # names.
 TRUST_SECONDS = 1.0
 
-ValueAndMetadata = tuple[Any, CacheMetadata]
-Accept = Callable[[CacheMetadata], bool]
-
 
 class _Slot:
     """A value in RAM, its digest, and how long to trust it: the beacon's word and a monotonic time.
@@ -161,7 +158,7 @@ class TreeCacheManager(DiskBacked):
         changed = self._beacon.settled()
         self._keep(name, self._disk.put(name, packed), packed, changed)
 
-    def get(self, key: str) -> ValueAndMetadata | None:
+    def get(self, key: str) -> tuple[Any, CacheMetadata] | None:
         """The value and its metadata; None if it is missing, expired or damaged.
 
         The caller gets an object of its own.
@@ -178,7 +175,7 @@ class TreeCacheManager(DiskBacked):
         key: str,
         compute_fn: Callable[[], Any],
         metadata: CacheMetadata | None = None,
-        validate_fn: Accept | None = None,
+        validate_fn: Callable[[CacheMetadata], bool] | None = None,
     ) -> Any:
         """The value of ``key``; on a miss that of ``compute_fn()``.
 
@@ -241,7 +238,9 @@ class TreeCacheManager(DiskBacked):
             "disk": {**self._disk_tally.figures(), **self._disk.figures()},
         }
 
-    def _find(self, name: str, accept: Accept | None) -> tuple[Tally | None, ValueAndMetadata | None]:
+    def _find(
+        self, name: str, accept: Callable[[CacheMetadata], bool] | None
+    ) -> tuple[Tally | None, tuple[Any, CacheMetadata] | None]:
         """The value of ``name``, if ``accept`` takes its metadata, and the tally of the level that had it."""
         packed = self._get_trusted(name)
         if packed is not None:
@@ -270,7 +269,9 @@ class TreeCacheManager(DiskBacked):
         else:
             hit.hits += 1
 
-    def _decode(self, packed: Packed, accept: Accept | None) -> ValueAndMetadata | None:
+    def _decode(
+        self, packed: Packed, accept: Callable[[CacheMetadata], bool] | None
+    ) -> tuple[Any, CacheMetadata] | None:
         try:
             found = unpack(packed, allow_pickle=self._allow_pickle)
         except CorruptError:

@@ -100,7 +100,7 @@ def test_a_step_tells_its_operator_and_the_time_of_the_block(store: Store) -> No
     started = time.time()
     [report] = pipeline.run(data).steps
     [step] = pipeline.blame(data, 2000).steps
-    [planned] = pipeline.plan(data)
+    [planned] = pipeline._plan(data)
     assert (step.operator, step.key) == (planned.description.fingerprint, report.key)
     assert step.rows_timed is not None
     assert step.seconds is not None
@@ -257,7 +257,7 @@ def test_no_row_is_ever_told_wrongly(
 def test_blame_of_a_damaged_result_says_so(store: Store) -> None:
     data, pipeline = texts(), Pipeline([upper, Short()], store=store)
     pipeline.run(data)
-    name = pipeline.plan(data)[0].name
+    name = pipeline._plan(data)[0].name
     arrow = sorted(e.name for e in store.entries(name) if e.name.endswith(".arrow"))
     path, offset, length = payload(store, arrow[0])
     flip(path, offset + length // 2)

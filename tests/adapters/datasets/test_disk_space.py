@@ -138,7 +138,7 @@ def test_a_run_that_will_not_fit_warns_before_it_starts(tmp_path: Path, texts: d
         pipeline = Pipeline([begin], store=small)
         pipeline.use_cache = True
         with pytest.warns(CacheWarning, match="in a store that may hold 1 MB") as caught:
-            pipeline.warn_of_space(texts, pipeline.plan(texts))
+            pipeline._warn_of_space(texts, pipeline._plan(texts))
         assert begun == []
 
 

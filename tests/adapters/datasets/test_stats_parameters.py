@@ -155,7 +155,7 @@ READ = [
 
 
 def stats_key(operator: Any, store: Store) -> str:
-    return Pipeline([operator], store=store).plan(datasets.Dataset.from_dict({"text": ["a"]}))[0].key
+    return Pipeline([operator], store=store)._plan(datasets.Dataset.from_dict({"text": ["a"]}))[0].key
 
 
 @pytest.mark.parametrize("kind", READ)
@@ -169,9 +169,9 @@ def test_a_parameter_that_may_be_read_counts(kind: type[Base], store: Store) -> 
 def test_a_parameter_that_only_decides_does_not_count(store: Store) -> None:
     assert stats_key(Base(least=1), store) == stats_key(Base(least=2), store)
     assert stats_key(Base("text"), store) != stats_key(Base("other"), store)
-    keys = [step.key for step in Pipeline([Base(least=1)], store=store).plan(datasets.Dataset.from_dict({}))]
+    keys = [step.key for step in Pipeline([Base(least=1)], store=store)._plan(datasets.Dataset.from_dict({}))]
     others = [
-        step.key for step in Pipeline([Base(least=2)], store=store).plan(datasets.Dataset.from_dict({}))
+        step.key for step in Pipeline([Base(least=2)], store=store)._plan(datasets.Dataset.from_dict({}))
     ]
     assert [a == b for a, b in zip(keys, others, strict=True)] == [True, False]
 
