@@ -102,16 +102,16 @@ class Remote:
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
-        if self.settings.read_only:
-            raise RemoteDeniedError(
-                f"remote {self.name!r} was added with --read-only, so nothing is pushed to it;"
-                " remove it and add it without"
-            )
         return self._push(prefix, ref, note, delete, [], progress)
 
     def _push(
         self, prefix: str, ref: str, note: str, delete: bool, bad: list[str], progress: Progress | None
     ) -> Pushed:
+        if self.settings.read_only:
+            raise RemoteDeniedError(
+                f"remote {self.name!r} was added with --read-only, so nothing is pushed to it;"
+                " remove it and add it without"
+            )
         check_prefix(prefix)
         self._parts.index.require_writable()  # the base is kept in the store
         arguments = {
@@ -322,6 +322,7 @@ class Remote:
         Raises:
             ConflictError: names changed both here and in a ref, as for `push`.
             CorruptError: a blob here is damaged.
+            RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
         bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
         refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from castore import Remote, RemoteError, Store
+from castore import Remote, RemoteDeniedError, RemoteError, Store
 from tests.helpers import noise
 from tests.remote.nodes import know, move
 from tests.remote.test_transfer import ENVIRONMENT
@@ -95,6 +95,11 @@ def test_what_is_missing_or_damaged_is_found_and_repaired_from_a_store_that_has_
     assert all(problem.key and problem.key.startswith(folder) for problem in checked.problems)
     names = {name for problem in checked.problems for name in problem.names}
     assert bool(names) == (folder != "trees")
+    with (
+        Store(tmp_path / "reader", memory=0) as reader,
+        pytest.raises(RemoteDeniedError, match="--read-only"),
+    ):
+        know(reader, "team", remote.url, read_only=True).repair(checked)
     assert [one.ref for one in remote.repair(checked)] == sorted({one.ref for one in checked.problems})
     assert remote.check(deep=True).problems == []
     with Store(tmp_path / "other", memory=0) as other:
