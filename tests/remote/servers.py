@@ -154,7 +154,7 @@ def moto(path: Path) -> Iterator[Place]:
     """moto's server."""
 
     def command(ports: list[int]) -> list[str]:
-        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(ports[0])]
+        return [sys.executable, str(Path(__file__).with_name("moto_server.py")), str(ports[0])]
 
     with _running(
         command, 1, path, lambda ports: _answers(f"http://127.0.0.1:{ports[0]}/moto-api/")
