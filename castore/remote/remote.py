@@ -303,7 +303,7 @@ class Remote:
             progress: as for `push`.
 
         Returns:
-            The outcome for each ref that had problems. What is still missing, another `check` tells.
+            The outcome for each ref that had problems. Another `check` lists the objects still missing.
         """
         bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
         refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})
