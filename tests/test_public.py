@@ -25,7 +25,7 @@ CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(valu
 _FOR_CHECKERS = {name: getattr(castore, name) for name in ("SharedFrames", "Remote", "Pulled", "Pushed")}
 
 
-#: What readers inside castore call on the frames that `Store.shared_frames` tells of.
+#: The members that readers inside castore call on the frames of `Store.shared_frames`.
 _OF_READERS = {"SharedFrames.of"}
 
 

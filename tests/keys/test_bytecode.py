@@ -1,4 +1,4 @@
-"""What code writes and reads is found in the bytecode of every version of Python."""
+"""The names that code writes and reads are found in the bytecode of every version of Python."""
 
 from __future__ import annotations
 

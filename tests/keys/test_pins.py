@@ -236,7 +236,7 @@ def _asked(adapter: str, part: Any) -> str:
 
 
 def pins() -> str:
-    """What pins.json should have, by the code of now."""
+    """The contents that pins.json should have, by the present code."""
     with _released():
         found = {
             name: {adapter: _asked(adapter, make()) for adapter in ASKED} for name, make in CASES.items()

@@ -82,7 +82,7 @@ BASE = {
     "large": noise(1_200_000, 1),
     "huge": noise((5 << 20) + 100, 2),
 }
-#: What a push brings, in addition or instead.
+#: The blobs that a push brings, in addition or instead.
 NEW = {"small/0": text(300, 10), "new/small": text(400, 11), "new/large": noise(1_300_000, 12)}
 
 #: The folder of a window has the stores `one`, which pushes, and `two`, which reads, and the remote `bucket`.

@@ -89,7 +89,7 @@ def one_step(data: datasets.Dataset, store: Store, num_proc: int) -> datasets.Da
 
 
 def plainly(what: str) -> datasets.Dataset:
-    """What `datasets` alone makes of it."""
+    """The result of `datasets` alone."""
     data, short = texts().map(longer), Short()
     if what == "one_step":
         return data

@@ -415,12 +415,12 @@ class Case(NamedTuple):
     reuses: bool = True
 
     def plain(self, data: datasets.Dataset, **more: Any) -> Any:
-        """What `datasets` gives."""
+        """The result of `datasets`."""
         with loops_closed(self.function) as function:
             return getattr(data, "filter" if self.is_filter else "map")(function, **self.options, **more)
 
     def cached(self, data: datasets.Dataset, store: Store, **more: Any) -> Any:
-        """What castore gives."""
+        """The result of castore."""
         step = cached_filter if self.is_filter else cached_map
         return step(data, self.function, store=store, **self.options, **more)
 

@@ -1,5 +1,5 @@
-"""What the levels may take, and what happens where there is less: clear errors at the start, one warning
-later.
+"""The space that the levels may take, and the outcome where there is less: clear errors at the start, one
+warning later.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _ways() -> Iterator[Any]:
 
 
 def counts(dataset: Any) -> Any:
-    """What has ``hits`` and ``misses``."""
+    """The object that has ``hits`` and ``misses``."""
     return dataset.cache if isinstance(dataset, LazyShardDataset) else dataset
 
 
