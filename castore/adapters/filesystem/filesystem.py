@@ -61,7 +61,8 @@ class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec 
         return super().__call__(store=str(store_folder(store)), **options)
 
 
-class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]  # fsspec has no types
+# fsspec has no types.
+class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]
     """A store as a file system of fsspec: ``castore://NAME``.
 
     Files are read in any order, and only the frames that are read are decoded. A written file appears whole
