@@ -36,7 +36,8 @@ class Fault(NamedTuple):
         status: what is answered instead of the storage's answer; 0 for that one.
         bytes: how much of the answer's body is sent; None for all.
         answers: False to close the connection without a word.
-        stalls: after the bytes nothing comes any more, until the proxy ends. Otherwise the connection is closed.
+        stalls: after the bytes nothing comes any more, until the proxy ends. Otherwise the connection is
+            closed.
     """
 
     reaches: int = 1

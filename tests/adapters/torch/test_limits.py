@@ -53,7 +53,8 @@ os.unlink(sys.argv[1] + "/hog")
 levels = TwoLevels(4000, 0, "6MB", sys.argv[1] + "/b", **options)
 with open(sys.argv[1] + "/hog", "wb", buffering=0) as hog:  # somebody else takes the space that was free
     hog.truncate(0)
-    left = os.statvfs(sys.argv[1]); os.posix_fallocate(hog.fileno(), 0, left.f_bavail * left.f_frsize - (1 << 20))
+    left = os.statvfs(sys.argv[1])
+    os.posix_fallocate(hog.fileno(), 0, left.f_bavail * left.f_frsize - (1 << 20))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for epoch in range(2):
