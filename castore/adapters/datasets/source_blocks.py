@@ -1,8 +1,8 @@
 """The input of a step as blocks: their rows, and what tells them apart from all other rows.
 
-Files of a kept dataset that are about as large as a block are blocks as they are. Their digests are known, so
-nothing is read to find out whether a result is there: the blocks of one step's result are the blocks of the
-next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
+Files of a kept dataset that are about as large as a block are blocks as they are. The digests of such files
+are known, so nothing is read to find out whether a result is there: the blocks of one step's result are the
+blocks of the next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
 
 Must never hold more rows than those of two blocks, and those that are being read.
 """
