@@ -80,7 +80,7 @@ def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path | None
 
 
 def group_files(files: Sequence[str], seen: SeenFiles) -> Iterator[list[str]]:
-    """Files in order, as units: small ones together, up to one whose digest says so.
+    """Files in order, as units: small ones together, up to one whose digest ends the unit.
 
     Which files are together depends on their content alone: what follows a new file, or a changed one, stays.
     """

@@ -88,7 +88,7 @@ def find_types(kind: str, files: Sequence[str], folder: str) -> ColumnTypes:
             assert isinstance(reader, CsvReader)
             given = _arguments(reader, folder)
             return reader.find_types(file for paths in given["files_iterables"] for file in paths)
-        except Exception as error:  # of pandas and codecs: reading all files says what is wrong
+        except Exception as error:  # of pandas and codecs: reading all files raises it again
             raise DependentFileError from error
 
 
@@ -115,7 +115,7 @@ def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, fold
                     reader.types = types
                 table = next(iter(reader._generate_tables(**given)))[1]
                 features = datasets.Features.from_arrow_schema(table.schema)
-        except Exception as error:  # from a dozen libraries: reading all files says what is wrong
+        except Exception as error:  # from a dozen libraries: reading all files raises it again
             raise DependentFileError from error
     if not features or any(map(require_storage_embed, features.values())):
         raise DependentFileError
@@ -147,7 +147,7 @@ def read_tables(
                 yield place.original_shard_id, _as_written(kind, table, schema, common.is_known_first)
         except DependentFileError:
             raise
-        except Exception as error:  # from a dozen libraries: reading all files says what is wrong
+        except Exception as error:  # from a dozen libraries: reading all files raises it again
             raise DependentFileError from error
 
 

@@ -325,7 +325,7 @@ class CloudBucket:
             except _CONDITION_FAILED:
                 return False
             except FileNotFoundError as error:
-                # S3 says so of a replaced object that is gone.
+                # S3's answer for a replaced object that is gone.
                 if mode == "create" or _code(str(error)) in _NO_BUCKET:
                     raise
                 return False

@@ -1,6 +1,6 @@
 """Finds out by trying what a bucket can do.
 
-The name of a storage says little. rclone's `serve s3` ignores the condition of a write, so each of twelve
+The name of a storage shows little. rclone's `serve s3` ignores the condition of a write, so each of twelve
 racing writers is told that it won. rclone answers a range with the whole object.
 """
 

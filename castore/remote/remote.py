@@ -334,7 +334,7 @@ class Remote:
             assert process.stdin is not None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                with suppress(BrokenPipeError):  # the process has ended: its answer says why
+                with suppress(BrokenPipeError):  # the process has ended: its answer has the reason
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
                 for line in answers:  # to their end: a closed input would interrupt the process

@@ -6,7 +6,7 @@ block by block. A batched mapper may make any rows of a batch. The rows of such 
 column of names or numbers that it hands on; without one, only the rows of the block can be named. Reads kept
 results, and runs nothing.
 
-Must never claim what is not known: a row that may be one of several is told as a range, with the reason.
+Must never claim what is not known: a row that may be one of several is given as a range, with the reason.
 """
 
 from __future__ import annotations

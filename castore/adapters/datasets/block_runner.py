@@ -62,7 +62,8 @@ from castore.keys.encoder import key
 from castore.store import Store
 
 _VERSION = 1
-# One block in so many rows may be unlike the others; so much of a step says how large its result will be.
+# One block in so many rows may be unlike the others; so much of a step suffices to estimate the size of its
+# result.
 _SHOWS_SIZE = 1 / 20
 
 Release: TypeAlias = Callable[[], None]

@@ -6,8 +6,8 @@ a step names the blocks of all units once more, as the files of its folder: they
 new file costs itself, a file that is renamed or moved costs nothing, and the steps behind find the blocks of
 all files that have stayed.
 
-For code that knows how to read its files, and what tells them apart (`castore.recipes`). Must never keep a
-unit before all of its rows are written.
+For code that can read its files, and can distinguish them (`castore.recipes`). Must never keep a unit before
+all of its rows are written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ATTEMPTS = 3
 # For so long a unit is not tried again that could not be read by itself.
 _REMEMBERED_SECONDS = 30 * 86400.0
 _SMALLEST_TABLE = 1 << 20
-# So much of an input says how large the rest will be.
+# So much of an input suffices to estimate the size of the rest.
 _SHOWS_SIZE = 1 / 20
 
 

@@ -35,7 +35,7 @@ class CachedDataset(CachingWrapper):
             ``dataset``: its class's code, its parameters, its files.
 
     Raises:
-        UnhashableError: the dataset has no fingerprint; the message says which part of it. Pass ``key``.
+        UnhashableError: the dataset has no fingerprint; the message names the part. Pass ``key``.
         StoreError: the folder cannot be used.
 
     >>> import tempfile, torch

@@ -364,7 +364,8 @@ def _kind_of(cls: type) -> str:
         return "list"
     if issubclass(cls, _PLAIN) or SHARED.of(cls) is not None:
         return "plain"
-    # Objects that a library reduces in its own way have attributes that say nothing: loggers, pandas indices.
+    # Objects that a library reduces in its own way have attributes that show nothing: loggers, pandas
+    # indices.
     reducing = next(
         (base for base in cls.__mro__[:-1] if {"__reduce__", "__reduce_ex__"} & {*vars(base)}), None
     )

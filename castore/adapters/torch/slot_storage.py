@@ -1,6 +1,6 @@
 """Storage of a shared cache's tensors: columns if all samples have one shape, otherwise records in extents.
 
-Both storages read without a lock and hand out copies; the slot's word, read before and after, tells whether a
+Both storages read without a lock and hand out copies; the slot's word, read before and after, shows whether a
 copy is whole. Both storages are written under the arena's lock. Must never hand out memory that others see.
 
 NumPy copies the bytes, not torch: torch's threads do not survive a fork, so that a child process would wait
