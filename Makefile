@@ -1,16 +1,18 @@
 # The commands of this project. Each sets up all it needs by itself: `make demo` is a fine first one.
 # PYTHON=python3.12 chooses another interpreter, which has an environment of its own: .venv-3.12.
-# WORKERS=0 runs the tests in one process, as a debugger needs; by default there is one more than there are cores,
-# since tests wait for servers, mounts and other processes.
+# WORKERS=0 runs the tests in one process, as a debugger needs; by default there is one more than there are
+# cores, since tests wait for servers, mounts and other processes.
 
 PYTHON ?= python3
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-# An interpreter that is not there, or a pyenv shim of a version that is not chosen, is an error of tools/setup.sh.
-SUFFIX := $(if $(filter-out python3,$(PYTHON)),-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
+# An interpreter that is not there, or a pyenv shim of a version that is not chosen, is an error of
+# tools/setup.sh.
+version = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+SUFFIX := $(if $(filter-out python3,$(PYTHON)),-$(version))
 BIN := .venv$(SUFFIX)/bin
 export PYTHON
-# Without compiled files each of the many processes that a test run starts would compile castore for itself, and
-# pytest all tests.
+# Without compiled files each of the many processes that a test run starts would compile castore for itself,
+# and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 # Nothing here fetches data: a loader that tries to reach a hub is a mistake worth an error.
 export HF_HUB_OFFLINE := 1
@@ -34,7 +36,8 @@ lint:  ## ruff, mypy and the import rules
 	@tools/setup.sh test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { echo "lint: run '$(BIN)/ruff format .'"; exit 1; }
-	@if $(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then $(BIN)/mypy; \
+	@if $(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; \
+	then $(BIN)/mypy; \
 	else echo "lint: mypy is left out, for it needs the types of torch, which is not installed"; fi
 	@$(BIN)/lint-imports --no-logo
 
@@ -52,12 +55,14 @@ torture:  ## tries to break a store for most of an hour, into docs/reliability.m
 	@tools/setup.sh torture
 	@$(BIN)/python -m tools.torture $(ARGS)
 
-strangers:  ## runs others' test suites against castore, from checkouts below REPOS=DIR (ARGS="--json --only diskcache")
+strangers:  ## runs others' tests on castore, from checkouts below REPOS=DIR (ARGS="--json --only diskcache")
 	@test -n "$(REPOS)" || { echo "strangers: say where the checkouts lie: make strangers REPOS=DIR"; exit 2; }
 	@tools/setup.sh strangers
 	@.venv-strangers$(SUFFIX)/bin/python -m tools.strangers "$(REPOS)" $(ARGS)
 
 clean:  ## removes environments, caches and the working folders of demo and bench
-	@! grep -qs " $(CURDIR)/" /proc/mounts || { echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
-	rm -rf .venv .venv-[0-9]* .venv-bench* .venv-strangers* .venv-docs site .demo .bench .strangers .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	@! grep -qs " $(CURDIR)/" /proc/mounts || \
+	{ echo "clean: unmount first: $$(grep -o " $(CURDIR)/[^ ]*" /proc/mounts)"; exit 1; }
+	rm -rf .venv .venv-[0-9]* .venv-bench* .venv-strangers* .venv-docs site .demo .bench .strangers \
+	.pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
 	find castore fuse tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -170,7 +170,7 @@ def load(path: Path) -> Settings | None:
     """The settings of the store at ``path``, or None if there is no store.
 
     Raises:
-        StoreError: the file is damaged, or of a format this code does not know.
+        StoreError: the file is damaged, or of a format that this code does not support.
     """
     file = path / FILE
     try:

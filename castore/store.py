@@ -1,8 +1,8 @@
 """The store: the one interface through which adapters, commands, the mount and users reach castore.
 
 A method checks its arguments and passes the work on: `castore.write` puts, `castore.read` gets, `castore.gc`
-and `castore.repair` keep the store in shape. Threads may share a `Store`. It survives a fork, and pickles as
-its path and options.
+and `castore.repair` keep the store in shape. Threads may share a `Store`. A `Store` survives a fork, and
+pickles as its path and options.
 """
 
 from __future__ import annotations

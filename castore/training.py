@@ -30,7 +30,7 @@ SAMPLES = 10_000
 _SAMPLE_BYTES = 16 << 20
 #: Largest size of a dictionary in bytes: the default of zstd's own trainer.
 SIZE = 112_000
-# Least number of samples: fewer say nothing about later blobs.
+# Least number of samples: fewer predict nothing about later blobs.
 _LEAST = 100
 # One sample of so many is held out.
 _HELD_OUT = 5

@@ -13,6 +13,6 @@ import pytest
 def _temporary_folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a doctest makes with `tempfile` goes when pytest's own folders go."""
+    """Files that a doctest makes with `tempfile` go when pytest's own folders go."""
     if isinstance(request.node, pytest.DoctestItem):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("doctest")))

@@ -1,4 +1,4 @@
-"""What several test files need: bytes to put, a recount of the index, crowds of processes, and damage.
+"""Helpers for several test files: bytes to put, a recount of the index, crowds of processes, and damage.
 
 Bytes come from a seed, so that a failure can be repeated. Nothing here knows more of a store than its public
 parts and its index's tables.
@@ -143,7 +143,7 @@ def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 
 
 
 def in_small_process(task: Callable[..., T], *arguments: Any) -> T:
-    """What ``task(*arguments)`` returns or raises in a new process, which has imported little.
+    """Return or raise as ``task(*arguments)`` does in a new process, which has imported little.
 
     For a test that forks hundreds of times: a fork of a process that has run thousands of tests, and the
     page faults after it, take a third of a second.
@@ -160,7 +160,7 @@ def _answer(receiver: Any, timeout: float) -> tuple[bool, Any]:
 
 
 def in_small_shm(script: str, size: str) -> str:
-    """What a program prints that has a ``/dev/shm`` of its own, of this size."""
+    """The output of a program that has a ``/dev/shm`` of its own, of this size."""
     mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, script],

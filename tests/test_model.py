@@ -52,7 +52,7 @@ class Model(RuleBasedStateMachine):
             self.store.close()
         shutil.rmtree(self.folder)
 
-    # What is done
+    # Actions
 
     def in_the_way(self, name: str) -> bool:
         standing = set(self.kept) | (self.expired & self.pinned)
@@ -166,7 +166,7 @@ class Model(RuleBasedStateMachine):
         if name in self.kept and len(self.handles) < 3:
             self.handles.append((self.store.open(name), self.kept[name]))
 
-    # What must be true
+    # Invariants
 
     @invariant()
     def reads_give_exactly_what_was_put(self) -> None:

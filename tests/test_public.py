@@ -37,7 +37,7 @@ PACKAGES = (
 _WITH_TORCH = ("castore.adapters.embeddings", "castore.adapters.torch")
 ROOTS = (Path(castore.__file__).parents[1], Path(castore.__file__).parents[1] / "fuse")
 
-#: What readers inside castore call on the frames that `Store.shared_frames` tells of.
+#: The members that readers inside castore call on the frames of `Store.shared_frames`.
 _OF_READERS = {"SharedFrames.of", "SharedFrames.offer"}
 
 #: The module that defines a name, and its name there.
@@ -183,7 +183,7 @@ def test_the_walk_sees_types_that_are_nested_overloaded_aliased_and_for_checkers
 
 
 def named_in_docstrings(package: str, pattern: str) -> set[tuple[str, str]]:
-    """What docstrings of a public package name and no public package exports."""
+    """The names that docstrings of a public package have and that no public package exports."""
     public = {name for _, name in exported()}
     return {
         (shown, name)

@@ -1,4 +1,4 @@
-"""What a store does, the same with every codec, placement and tier."""
+"""The behaviour of a store, the same with every codec, placement and tier."""
 
 from __future__ import annotations
 

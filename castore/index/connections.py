@@ -290,7 +290,7 @@ def _hold_shared_lock(path: str | os.PathLike[str], first: int, size: int) -> No
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return  # the store was removed: there is nothing to lock, and opening it again will say so
+        return  # the store was removed: there is nothing to lock, and opening it again raises the error
     fcntl.lockf(fd, fcntl.LOCK_SH, size, first)
     _inherited.append(fd)
 

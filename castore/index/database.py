@@ -1,8 +1,8 @@
 """The index: the records of names and blobs, and write transactions on them.
 
 Reads are methods of `Index`; every change is a method of `transaction.Write`. Reads never wait for changes.
-Statements run on the calling thread's connection, which `index_file.IndexFile` keeps. They are plain sqlite3;
-schema.py makes and migrates the schema.
+Statements run on the calling thread's connection, which `index_file.IndexFile` keeps. The connections are
+plain sqlite3; schema.py makes and migrates the schema.
 
 Digests are raw bytes here, names are already checked, times are seconds since the epoch. A row may be
 damaged: its values have the right types when they leave this module, and may be anything otherwise.

@@ -1,7 +1,7 @@
 """Entries that gc has removed while their blobs still count them: the table `released`.
 
 Entries that go together often lie together in the index, but their blobs lie anywhere. So gc removes the
-entries in order of their names and only notes their digests. It then sorts the digests, and lowers the
+entries in order of their names and only notes their digests. gc then sorts the digests, and lowers the
 reference counts in the order of the B-tree of blobs. The tree is so written once instead of three times
 (measured in docs/benchmarks/missed-goals.md).
 

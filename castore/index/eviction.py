@@ -30,8 +30,8 @@ _CANDIDATE = (
     " ORDER BY %s <= ?, %s"
 )
 _BY_LAST_USE = _CANDIDATE % ("0", "", "", "e.accessed", "e.accessed")
-# Bytes of a remote count as used when they came, too: those that are fetched ahead are read after that. What
-# is away frees nothing.
+# Bytes of a remote count as used when they came, too: those that are fetched ahead are read after that. Bytes
+# that are away free nothing.
 _BY_LAST_FETCH = _CANDIDATE % (
     "p.digest IS NOT NULL",
     "LEFT JOIN places p ON p.digest = e.digest",

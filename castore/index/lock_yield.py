@@ -1,8 +1,8 @@
 """Pauses in long work that takes the write lock many times, so that other writers get the lock too.
 
-SQLite's lock has no queue: a waiting process sleeps for at most a tenth of a second and tries again. It would
-hardly ever find the lock free between two transactions of a process that retakes it at once. So long work
-pauses after each second, for longer than the busy handler sleeps.
+SQLite's lock has no queue: a waiting process sleeps for at most a tenth of a second and tries again. A
+waiting process would hardly ever find the lock free between two transactions of a process that retakes it at
+once. So long work pauses after each second, for longer than the busy handler sleeps.
 """
 
 from __future__ import annotations

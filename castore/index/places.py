@@ -1,8 +1,8 @@
 """Where in remotes the bytes of blobs are: the tables `places` and `origins`.
 
-A blob that has a place may be away: its names stay, and its bytes are fetched when somebody reads them. They
-may go again whenever the budget wants their room. A row of `places` stays as long as its blob's row, and a
-row of `origins` stands for an object of a remote. Nothing here fetches anything.
+A blob that has a place may be away: its names stay, and its bytes are fetched when somebody reads them. The
+bytes may go again whenever the budget wants their room. A row of `places` stays as long as its blob's row,
+and a row of `origins` stands for an object of a remote. Nothing here fetches anything.
 """
 
 from __future__ import annotations

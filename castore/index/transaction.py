@@ -1,9 +1,9 @@
 """Write transactions: everything that changes a row of the index is a method of `Write`.
 
-A transaction starts with BEGIN IMMEDIATE, so only one runs at a time on a machine. Its caller moves files
-into place meanwhile, and `commit` appends to the names journal first: the write lock orders index, journal
-and object directory alike. The values derived from rows (how many entries name a blob, the totals) are
-updated here, in the same transaction.
+A transaction starts with BEGIN IMMEDIATE, so only one runs at a time on a machine. The caller of a
+transaction moves files into place meanwhile, and `commit` appends to the names journal first: the write lock
+orders index, journal and object directory alike. The values derived from rows (how many entries name a blob,
+the totals) are updated here, in the same transaction.
 
 Digests are raw bytes, names are already checked, times are seconds since the epoch.
 """

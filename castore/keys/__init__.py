@@ -1,8 +1,8 @@
 """Keys: turns configs, functions, objects and tokenizers into names, the same in all processes and machines.
 
 `encoder` walks through a value, and has the rules for configs. `registry` has tables of types and rules,
-which say what counts of which type. `objects` puts together the rules for any value: `functions` follows code
-through the user's modules, `pickled` is the state of objects as pickle sees it, `values` is the table of
+which list what counts of which type. `objects` puts together the rules for any value: `functions` follows
+code through the user's modules, `pickled` is the state of objects as pickle sees it, `values` is the table of
 types that pickle's protocol describes badly. `tracing` encodes by such rules and finds, with `doubts` and
 `addresses`, values that are random. `moved` has former names of castore's modules, which keys keep.
 

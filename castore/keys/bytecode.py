@@ -17,7 +17,7 @@ from typing import Any
 
 # The arguments and the kind of function; the other flags depend on the compiler and on __future__.
 _FLAGS = 0xFF | 0x200
-#: Names in a class body that say nothing of its computation: copyreg stores __slotnames__ in a class once an
+#: Names in a class body that have no part in its computation: copyreg stores __slotnames__ in a class once an
 #: object of it was pickled.
 BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
 # Python 3.13 fuses two neighbouring loads and stores of local variables; Python 3.14 marks loads that only

@@ -42,7 +42,7 @@ def full_name(cls: type) -> str:
 
 
 def registered(cls: type, value: Any) -> Any:
-    """What counts of an attribute of a class: of a weak collection what it holds now, of other values all.
+    """The part of a class attribute that counts: of a weak collection its present items, of other values all.
 
     Instances of the class do not count in a `WeakSet` or as values of a `WeakValueDictionary`: such a
     collection lists the instances that happen to live, as ``__subclasses__`` lists classes.

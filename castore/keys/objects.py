@@ -82,7 +82,7 @@ def function_doubts(function: Callable[..., Any]) -> tuple[str, Doubts | None]:
 
 
 def _shared(encoder: Encoder, value: Any) -> bytes | None:
-    """The table of types that all adapters share; before it, what a class says of itself."""
+    """The table of types that all adapters share; before it, what a class declares of itself."""
     cls = type(value)
     if is_generator(cls):
         encoder.found.doubtful = True

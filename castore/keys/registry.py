@@ -1,8 +1,8 @@
 """The registry of types: which function encodes the values of which type.
 
 A `Table` finds a function by a value's type: the first row with the type or one of its bases counts. Types of
-libraries stand in a table by name, so a table imports no library. `Rules` are what one kind of key knows:
-tables, and functions for what the type alone does not decide, in the order in which they are tried.
+libraries stand in a table by name, so a table imports no library. `Rules` belong to one kind of key: tables,
+and functions for what the type alone does not decide, in the order in which they are tried.
 
 Must never: hold anything about one value. An encoder does.
 """

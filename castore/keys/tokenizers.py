@@ -1,8 +1,9 @@
 """Fingerprints of tokenizers: by their rules, without the state that use leaves behind.
 
 A call of a `transformers` tokenizer changes truncation and padding in its rules (issues 3638, 3847 and 6179
-of Hugging Face datasets), and some tokenizers keep caches. These are left out, so a used tokenizer has the
-same fingerprint as a new one. Imports nothing: a process with a tokenizer has imported its library.
+of Hugging Face datasets), and some tokenizers keep caches. Rules of truncation and padding, and caches, are
+left out, so a used tokenizer has the same fingerprint as a new one. Imports nothing: a process with a
+tokenizer has imported its library.
 """
 
 from __future__ import annotations

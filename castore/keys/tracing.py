@@ -1,8 +1,9 @@
 """Encodes a value with its references, searches the bytes, and traces what is found to its part.
 
 The search is for addresses of this process (`castore.keys.addresses`), which are errors, and for values that
-may be other ones in every run (`castore.keys.doubts`). It costs little, because it runs over encoded bytes.
-Only if it finds something, the value is encoded once more by an encoder with a watch, which knows the path.
+may be other ones in every run (`castore.keys.doubts`). The search costs little, because it runs over encoded
+bytes. Only if it finds something, the value is encoded once more by an encoder with a watch, which knows the
+path.
 """
 
 from __future__ import annotations

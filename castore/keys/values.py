@@ -338,7 +338,7 @@ def _language(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 
 def _with_sorted_sets(component: Any) -> dict[str, Any] | None:
-    """What `to_bytes` of a component of spaCy's writes, with sets in sorted order; None if it writes no set.
+    """The parts that a spaCy component's `to_bytes` writes, sets in sorted order; None if it writes no set.
 
     The sentencizer writes a set of characters as a list, in an order that differs between processes.
     """

@@ -5,8 +5,8 @@ needs neither the index nor the blob's name. The number is derived from the dict
 file is recognised. Every dictionary is stored in two files, because many blobs depend on it. A file never
 changes once it has its name.
 
-Nothing here knows prefixes, or which dictionary a put should use. A dictionary never decides whether bytes
-are right: the blob's digest does.
+Nothing here depends on prefixes, or decides which dictionary a put should use. A dictionary never decides
+whether bytes are right: the blob's digest does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The object directory: opens, places, removes and sets aside the bytes of blobs, loose or packed.
 
-It asks nothing of the index: its callers decide whether a blob is known, named or wanted. The interface to a
-storage place is small on purpose (open, publish, append, remove, list), so that another kind of place can be
-added.
+The directory asks nothing of the index: its callers decide whether a blob is known, named or wanted. The
+interface to a storage place is small on purpose (open, publish, append, remove, list), so that another kind
+of place can be added.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ payload is an object like a loose one, but without a seek table when it is a sin
 needs no index: it skips a damaged record by searching for the next valid header, so damage costs only the
 records that it hit.
 
-This module reads and writes pack files. The index knows which blobs are live, and gc decides when a pack is
+This module reads and writes pack files. The index records which blobs are live, and gc decides when a pack is
 removed.
 """
 

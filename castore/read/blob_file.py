@@ -1,4 +1,4 @@
-"""A blob as a seekable, read-only Python file. It decodes only the frames that its caller reads.
+"""A blob as a seekable, read-only Python file. The file decodes only the frames that its caller reads.
 
 Frames are not decoded ahead. Handing frames to other threads was measured with zstd and lz4, with readers
 that only read, that hash and that split text: reading in order took 1.1 to 1.6 times as long on two busy

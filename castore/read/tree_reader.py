@@ -1,6 +1,6 @@
 """The names of a store as a `FileTree`, which a mount shows.
 
-`castore_fuse` reads through such a tree alone, so it knows neither the index nor the object directory.
+`castore_fuse` reads through such a tree alone, so it needs neither the index nor the object directory.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def find_units(source: Source | Mixture, seen: SeenFiles, store: Store, folder: 
     found = [_units_of(part, seen, store, folder) for part in source.parts]
     if any(list(part.features.items()) != list(found[0].features.items()) for part in found):
         raise DependentFileError
-    # What `concatenate_datasets` gives has no split.
+    # The result of `concatenate_datasets` has no split.
     return Units(found[0].features, [unit for part in found for unit in part.units], None)
 
 
@@ -80,7 +80,7 @@ def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path | None
 
 
 def group_files(files: Sequence[str], seen: SeenFiles) -> Iterator[list[str]]:
-    """Files in order, as units: small ones together, up to one whose digest says so.
+    """Files in order, as units: small ones together, up to one whose digest ends the unit.
 
     Which files are together depends on their content alone: what follows a new file, or a changed one, stays.
     """
@@ -147,7 +147,7 @@ def _find_common(
 
 
 def _remembered(store: Store, told: Any, find: Callable[[Path], Any], folder: Path | None) -> Any:
-    """What ``find`` finds, as JSON; remembered in the store, by ``told``."""
+    """The result of ``find``, as JSON, which the store remembers by ``told``."""
 
     def compute() -> str:
         if folder is None:

@@ -143,7 +143,7 @@ def _ignore_rows(rows: int) -> None:
 
 @contextlib.contextmanager
 def _reporting_failures(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a writer's errors say that the export failed, and not a step."""
+    """Make a writer's errors name the export as what failed, and not a step."""
     try:
         yield
     except (CastoreError, OSError):

@@ -1,8 +1,8 @@
 """Reads files of one kind to tables: all of them, or some of them as if all were read.
 
-What `datasets` makes of a file depends on the other files in two ways: the first rows of all decide the
-features, and in CSV files all rows decide the types of the columns. `find_common` finds both, from the first
-file and from types that are noted for each file. Given those, `read_tables` reads any of the files by
+The rows that `datasets` makes of a file depend on the other files in two ways: the first rows of all decide
+the features, and in CSV files all rows decide the types of the columns. `find_common` finds both, from the
+first file and from types that are noted for each file. Given those, `read_tables` reads any of the files by
 themselves, to the same rows.
 
 Must never change the files that it reads, nor give rows that differ from those of reading all files at once:
@@ -43,7 +43,7 @@ _SPLIT = datasets.Split.TRAIN
 
 
 class Common(NamedTuple):
-    """What the files of a source have in common.
+    """The properties that the files of a source have in common.
 
     Attributes:
         features: the features of all rows.
@@ -57,7 +57,7 @@ class Common(NamedTuple):
     types: ColumnTypes | None = None
 
     def counted(self, types: ColumnTypes | None) -> list[Any]:
-        """What the rows of some files depend on beside their bytes, given the types in their own columns."""
+        """The values that rows of some files depend on beside their bytes, given their columns' own types."""
         columns = None if types is None else {name: (self.types or {})[name] for name in sorted(types)}
         return [json.dumps(self.features.to_dict()), self.is_known_first, columns]
 
@@ -88,12 +88,12 @@ def find_types(kind: str, files: Sequence[str], folder: str) -> ColumnTypes:
             assert isinstance(reader, CsvReader)
             given = _arguments(reader, folder)
             return reader.find_types(file for paths in given["files_iterables"] for file in paths)
-        except Exception as error:  # of pandas and codecs: reading all files says what is wrong
+        except Exception as error:  # of pandas and codecs: reading all files raises it again
             raise DependentFileError from error
 
 
 def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, folder: str) -> Common:
-    """What all files of a source have in common, from the first of them.
+    """The properties that all files of a source have in common, from the first of them.
 
     Args:
         kind: of the files.
@@ -115,7 +115,7 @@ def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, fold
                     reader.types = types
                 table = next(iter(reader._generate_tables(**given)))[1]
                 features = datasets.Features.from_arrow_schema(table.schema)
-        except Exception as error:  # from a dozen libraries: reading all files says what is wrong
+        except Exception as error:  # from a dozen libraries: reading all files raises it again
             raise DependentFileError from error
     if not features or any(map(require_storage_embed, features.values())):
         raise DependentFileError
@@ -147,7 +147,7 @@ def read_tables(
                 yield place.original_shard_id, _as_written(kind, table, schema, common.is_known_first)
         except DependentFileError:
             raise
-        except Exception as error:  # from a dozen libraries: reading all files says what is wrong
+        except Exception as error:  # from a dozen libraries: reading all files raises it again
             raise DependentFileError from error
 
 

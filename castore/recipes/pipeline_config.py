@@ -27,7 +27,7 @@ from castore.units import parse_ttl
 CacheType = Literal["memory", "disk", "hierarchical"]
 """Where `CacheStageConfig` keeps results: in RAM, on disk, or in RAM over disk."""
 HashFn = Literal["content", "path", "combined"]
-"""What identifies an input file for `CacheStageConfig`: its bytes, its path and state, or both."""
+"""The identity of an input file for `CacheStageConfig`: its bytes, its path and state, or both."""
 
 
 class _CheckedFields:

@@ -276,7 +276,7 @@ def open_source(
         temp_dir: the folder of the uncompressed dataset while it is used; by default below the store.
         identity: the identity of files: their content, their path (with size and modification time), or both.
         lazy: read an uncached dataset at first use too, for a run that may never use it.
-        report: is told which files were read.
+        report: receives the files that were read.
 
     Raises:
         InvalidValueError, FullError, OSError: see `read`.

@@ -178,7 +178,7 @@ def _saved_folder(folder: str) -> Source | None:
 
 
 def reader_identity(kind: str) -> list[Any]:
-    """What the rows of files of a kind depend on beside the files, for `castore.key`."""
+    """The values that the rows of files of a kind depend on beside the files, for `castore.key`."""
     versions = [READER_VERSIONS[kind]] if kind in READER_VERSIONS else []
     return [kind, f"datasets {datasets.__version__}", *versions]
 

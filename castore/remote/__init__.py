@@ -9,7 +9,7 @@ door.
 
 Readers have bytes brought by a process that lives longer, the `fetcher`, which `fetcher_client` asks. There
 are two kinds: `remote_tree` shows names of a commit that are not in the index, and `origin` serves names that
-are. Both keep what comes as `kept` says, and read large blobs in parts by `lazy_reader`.
+are. Both modules keep what comes by the rules of `kept`, and read large blobs in parts by `lazy_reader`.
 
 May import: the parts of a store and the rooms below them; gc, to make room for what comes.
 Must never: know the `Store`; write a credential anywhere; let bytes into a store that were not checked.

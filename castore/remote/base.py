@@ -2,7 +2,7 @@
 
 A push moves the ref first and keeps the base afterwards, and may be killed between the two, or never learn
 whether the storage moved the ref. So it notes the next base, with its commit, before it moves the ref. A
-later call that finds this commit in the history of the ref knows that the base counts.
+later call that finds this commit in the history of the ref counts the base as valid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interface of a bucket: the few operations on a place for objects that a remote needs.
 
 All objects but refs are immutable and named by their own digest, so `put` may be repeated and overtaken
-without harm. Refs change by `create` and `replace`, which are conditional. Nothing here knows what an object
-means. Calls block, and may come from any thread.
+without harm. Refs change by `create` and `replace`, which are conditional. Nothing here depends on the
+meaning of an object. Calls block, and may come from any thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks that a bucket has all that its refs mean, and finds what no ref means.
 
 Reads listings and trees: one request for each thousand objects. With ``deep`` it reads every object, and
-compares its bytes with its name. Mends nothing: `push` does that, when it is told which objects are bad.
+compares its bytes with its name. Mends nothing: `push` does that, given the bad objects.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ def open_s3(bucket: str, prefix: str, patience: Patience, retried: OnRetry) -> C
     if endpoint:
         if not _ENDPOINT.fullmatch(endpoint):  # obstore would panic
             raise RemoteError(
-                "the endpoint of S3 in AWS_ENDPOINT_URL or the profile is no address: write https://host:port,"
-                " without user and password"
+                "the endpoint of S3 in AWS_ENDPOINT_URL or the profile is no address: write"
+                " https://host:port, without user and password"
             )
         config["endpoint"] = endpoint
     if profile.region and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
@@ -325,7 +325,7 @@ class CloudBucket:
             except _CONDITION_FAILED:
                 return False
             except FileNotFoundError as error:
-                # S3 says so of a replaced object that is gone.
+                # S3's answer for a replaced object that is gone.
                 if mode == "create" or _code(str(error)) in _NO_BUCKET:
                     raise
                 return False

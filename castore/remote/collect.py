@@ -73,7 +73,7 @@ def collect(
         keep_commits: number of each ref's newest commits that are kept; None for all. Commits that were a
             ref's newest within the grace period are kept in any case.
         grace: seconds.
-        dry_run: change nothing, and say what a first run would condemn.
+        dry_run: change nothing, and list what a first run would condemn.
         progress: called with bytes that were deleted, and those of all that are.
         clock: a monotonic clock, in seconds.
 

@@ -4,8 +4,8 @@ Where only one side has changed a name since then, that side is right. Where bot
 nothing decides it silently.
 
 The state that both began with is a tree of this store's own, the *base*: names as they were when the store
-and the ref last agreed on them. It is not simply the last commit seen: a push may leave names in the ref that
-others changed and that this store has not pulled.
+and the ref last agreed on them. The base is not simply the last commit seen: a push may leave names in the
+ref that others changed and that this store has not pulled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Blobs come from a bucket, each checked before anybody can have it.
 
-Nothing that a remote says is believed. Stored bytes are compared with the frames of the tree's row before
-they are decompressed, and the decompressed bytes with the blob's digest. Records of a pack that lie near each
-other come in one request. The caller commits what is staged here under the names that it chooses.
+Nothing that comes from a remote is trusted. Stored bytes are compared with the frames of the tree's row
+before they are decompressed, and the decompressed bytes with the blob's digest. Records of a pack that lie
+near each other come in one request. The caller commits what is staged here under the names that it chooses.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BlobFetcher:
         parts: of the store that the blobs are for.
         bucket: has them.
         pool: fetches.
-        on_damage: is told of each row whose bytes are damaged, and the others come all the same; by default
+        on_damage: receives each row whose bytes are damaged, and the others come all the same; by default
             the error is raised.
         request_bytes: bytes of neighbouring records that come in one request.
 
@@ -112,7 +112,7 @@ class BlobFetcher:
         """Blobs by their digests, in the order in which they come; some requests are under way ahead.
 
         Raises:
-            CorruptError: the remote's bytes are not what the rows say.
+            CorruptError: the remote's bytes are not those of the rows.
             RemoteError: the remote cannot be used.
         """
         pending: set[Future[list[tuple[Row, Staged]]]] = set()

@@ -1,12 +1,12 @@
 """The fetcher: `python -m castore.remote.fetcher STORE`, the one process of a store that fetches for readers.
 
 Readers ask it over a socket in the store and wait (fetcher_client.py), so nobody else opens a connection, and
-what many processes want comes once. It keeps pages, blobs and parts of objects in the store, where the
-readers find them. It is started by exec when somebody asks, ends some seconds after the last request, and may
-be killed at any time: the next reader starts another, and asks again.
+what many processes want comes once. The fetcher keeps pages, blobs and parts of objects in the store, where
+the readers find them. The fetcher is started by exec when somebody asks, ends some seconds after the last
+request, and may be killed at any time: the next reader starts another, and asks again.
 
-It trusts its readers as little as the remote: bytes are kept under the digest that they were checked against.
-Must never: write to a remote, or fork once it serves.
+The fetcher trusts its readers as little as the remote: bytes are kept under the digest that they were checked
+against. Must never: write to a remote, or fork once it serves.
 """
 
 from __future__ import annotations

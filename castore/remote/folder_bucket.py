@@ -245,7 +245,7 @@ def _links(temporary: Path, target: Path, *, makes_folder: bool) -> bool:
                 continue  # `delete` has just removed it
             return False
         except OSError:
-            # An answer over the network may be lost after the server has linked: the link count knows.
+            # An answer over the network may be lost after the server has linked: the link count shows it.
             if os.stat(temporary).st_nlink != 2:
                 raise
         return True
@@ -261,7 +261,7 @@ def _make_folder(folder: Path) -> None:
 
 
 class _translated:  # noqa: N801
-    """Turns what a file system says into errors of remotes."""
+    """Turns a file system's errors into errors of remotes."""
 
     def __init__(self, bucket: FolderBucket, key: str) -> None:
         self._what = f"{key or 'the objects'} in {bucket.url}"

@@ -1,9 +1,9 @@
 """Bytes of remotes that a store keeps because somebody read them, under names that no listing shows.
 
-They are entries as all others, so the budget, gc, verification and crash safety are those of the store: what
-was read least recently goes first, and is fetched again when it is read again. A blob of moderate size is
-kept whole. The stored bytes of a larger object are kept in *parts* of some frames each, cut in the same way
-by everybody, so that readers of one object share them. Nothing here fetches anything.
+Such bytes are entries as all others, so the budget, gc, verification and crash safety are those of the store:
+what was read least recently goes first, and is fetched again when it is read again. A blob of moderate size
+is kept whole. The stored bytes of a larger object are kept in *parts* of some frames each, cut in the same
+way by everybody, so that readers of one object share them. Nothing here fetches anything.
 """
 
 from __future__ import annotations

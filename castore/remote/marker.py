@@ -28,7 +28,7 @@ def prepare(bucket: Bucket, *, read_only: bool = False) -> None:
 
 
 def check(bucket: Bucket) -> None:
-    """Check that the place is a remote of a format that this castore knows.
+    """Check that the place is a remote of a format that this castore supports.
 
     Raises:
         RemoteMissingError: it is no remote.

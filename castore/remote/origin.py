@@ -1,7 +1,7 @@
 """The origin of blobs whose bytes are only in remotes: the store's fetcher brings them when they are read.
 
 A small blob comes whole, with some that lie near it in its pack, and a large one in parts, as through a
-mounted remote. Nothing here knows names: the index says where a blob is (index/places.py).
+mounted remote. Nothing here uses names: the index has the place of a blob (index/places.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The outcomes of calls to a remote, as plain values. They cross from one process to another."""
+"""The outcomes of calls to a remote, as plain values. Outcomes cross from one process to another."""
 
 from __future__ import annotations
 

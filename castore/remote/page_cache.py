@@ -104,7 +104,7 @@ class PageCache:
         data = read_cached(self._folder.parent, digest)
         if data is None:
             data = self._bucket.get(page_key(digest)).data
-            if digest_of(data) == digest:  # whoever reads the page tells of another digest
+            if digest_of(data) == digest:  # the reader of the page reports another digest
                 self.keep(digest, data)
         return data
 

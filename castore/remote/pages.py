@@ -2,7 +2,7 @@
 
 A page is named by BLAKE3 of its bytes, which are checked before they are decompressed. Decoding trusts
 nothing: names, digests, sizes and frames of each row are checked, so a row that `decode` returns is sound,
-though not necessarily true. Nothing here knows how rows are divided into pages.
+though not necessarily true. Nothing here depends on how rows are divided into pages.
 """
 
 from __future__ import annotations

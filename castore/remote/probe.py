@@ -1,7 +1,7 @@
 """Finds out by trying what a bucket can do.
 
-The name of a storage says little. rclone's `serve s3` ignores the condition of a write, so each of twelve
-racing writers is told that it won. It answers a range with the whole object.
+The name of a storage shows little. rclone's `serve s3` ignores the condition of a write, so each of twelve
+racing writers is told that it won. rclone answers a range with the whole object.
 """
 
 from __future__ import annotations

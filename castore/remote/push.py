@@ -336,7 +336,7 @@ class _Sender:
         ]
 
     def _find_known(self, wanted: dict[bytes, int]) -> None:
-        """Count on objects of this remote that a lazy pull has told of, if they are there still."""
+        """Count on objects of this remote that a lazy pull has recorded, if they are there still."""
         known: dict[tuple[bytes, bool], list[RemotePlace]] = defaultdict(list)
         digests = list(wanted)
         for start in range(0, len(digests), _DIGESTS):

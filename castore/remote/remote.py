@@ -317,7 +317,7 @@ class Remote:
             progress: as for `push`.
 
         Returns:
-            The outcome for each ref that had problems. What is still missing, another `check` tells.
+            The outcome for each ref that had problems. Another `check` lists the objects still missing.
 
         Raises:
             ConflictError: names changed both here and in a ref, as for `push`.
@@ -353,7 +353,7 @@ class Remote:
             assert process.stdin is not None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                with suppress(BrokenPipeError):  # the process has ended: its answer says why
+                with suppress(BrokenPipeError):  # the process has ended: its answer has the reason
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
                 for line in answers:  # to their end: a closed input would interrupt the process

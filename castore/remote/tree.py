@@ -1,9 +1,9 @@
 """Trees: immutable sorted tables of names, cut into pages by content, so that two trees share what is equal.
 
-A page ends where the hash of a row says so, in proportion to the row's bytes (a "prolly tree", as Noms and
+A page ends after a row with a certain hash, in proportion to the row's bytes (a "prolly tree", as Noms and
 Dolt have it). So a change of one name changes one leaf and the pages above it, whatever the order of changes
 that led there, and the difference of two trees is found in the pages that they do not share. Pages are read
-when they are needed. Nothing here knows a bucket: pages come from, and go to, the functions that are given.
+when they are needed. Nothing here uses a bucket: pages come from, and go to, the functions that are given.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROW_BYTES, _CHILD_BYTES = 60, 50
 
 #: Gives the bytes of a page by its digest.
 ReadPage = Callable[[bytes], bytes]
-#: Is told the digests of pages that will be read soon.
+#: Receives the digests of pages that will be read soon.
 ExpectPages = Callable[[Iterable[bytes]], object]
 #: Keeps the bytes of a page under its digest.
 KeepPage = Callable[[bytes, bytes], object]
@@ -55,7 +55,7 @@ class Tree:
         decoded: keeps decoded pages, for a tree of which single names are read.
 
     Raises:
-        CorruptError: any method, for a page that is damaged, or that is not where its parent says.
+        CorruptError: any method, for a page that is damaged, or that is not where its parent refers to.
     """
 
     def __init__(

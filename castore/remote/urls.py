@@ -17,7 +17,7 @@ _SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,200}")
 
 
 class Place(NamedTuple):
-    """What a URL says.
+    """The parts of a URL.
 
     Attributes:
         scheme: "s3", "gs", "az" or "file".

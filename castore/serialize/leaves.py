@@ -2,14 +2,14 @@
 
 A taker turns a value into a *payload*, a buffer that it appends to a list, and a *mark*: a hashable that
 describes all of the value but its bytes. Where the value lies in one piece, the payload is the value's own
-memory. `leaf_of` says how a safetensors file writes a mark. `BUILDERS` make the function that builds the
+memory. `leaf_of` gives the form of a mark in a safetensors file. `BUILDERS` make the function that builds the
 value out of such a file again, without a copy: tensors and arrays are views of the buffer that it is given.
 
 The samples of `castore.adapters.torch` consist of leaves. `castore.serialize.safetensors_files` stores the
 tensors that users save through the same two halves. Assumes a little-endian machine, as torch does.
 
 Must never: pickle; import torch or NumPy before `know_torch` or `know_numpy` is called; take a value that
-would come back as another type or value; believe what a file says about its content. A builder refuses bad
+would come back as another type or value; trust a file's description of its content. A builder refuses bad
 content with a ValueError.
 """
 

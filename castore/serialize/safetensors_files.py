@@ -1,6 +1,6 @@
 """Safetensors files: the header, and the files of the serializer of that name.
 
-A header lists the tensors of a file and their places, and says under ``castore`` what the tensors make. The
+A header lists the tensors of a file and their places, and has under ``castore`` what the tensors make. The
 records of samples (`castore.adapters.torch.samples`) have such headers too. Headers depend on names, types
 and shapes, not on values. So they recur, and both directions remember them.
 
@@ -124,9 +124,9 @@ _SAVED: dict[str, tuple[str, tuple[int, ...]]] = {
     "float8_e8m0fnu": ("U8", (1,)),
     "float4_e2m1fn_x2": ("U8", (1,)),
 }
-#: Types that the code of a saved tensor does not tell: the file names them.
+#: Types that the code of a saved tensor does not give: the file names them.
 _NAMED = frozenset({"complex32", "complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"})
-#: The type that a code tells.
+#: The type that a code stands for.
 _OF_CODE = {
     _SAVED.get(name, (row.code, ()))[0]: name for name, row in NUMBER_TYPES.items() if name not in _NAMED
 }

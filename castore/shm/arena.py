@@ -4,7 +4,7 @@ An arena has counters that add up over processes, tables of its cache, a state f
 bytes of the slots. Either the cache divides the data itself (slots of one size), or `Extents` allocates it
 (records of any length). The cache decides how a slot is found, and which record gives way.
 
-A `Layout` computes the place of each part from numbers that all processes know, so no place is stored. The
+A `Layout` computes the place of each part from numbers that all processes have, so no place is stored. The
 creator reserves the tables before others can attach.
 """
 

@@ -4,7 +4,7 @@ Space is allocated from the front in *extents* that never move, split or grow. A
 extent to another record that fits. So nothing fragments, and a caller that evicts must choose a victim that
 is large enough.
 
-The slot's state says whether its record is valid, as in `castore.shm.slots`. An extent is in use if the slot
+The slot's state shows whether its record is valid, as in `castore.shm.slots`. An extent is in use if the slot
 that owns it is READY and refers to it. All other extents are free: those of removed records, of records that
 moved, and of writers that died. A reader notes the slot's word, copies, and compares the word again: bytes of
 an extent change only after the word of its owner has changed. The caller decides which record to evict.

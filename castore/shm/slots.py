@@ -1,13 +1,13 @@
 """The states of slots in shared memory: which process may write a slot, and whether a copy of it is valid.
 
-A slot is a place for one record. Its state is a word of 32 bits. The lowest byte is public (0 empty, 1 set, 2
-out of range), bit 8 means that the slot is being written, and the bits above count its changes.
+A slot is a place for one record. A slot's state is a word of 32 bits. The lowest byte is public (0 empty, 1
+set, 2 out of range), bit 8 means that the slot is being written, and the bits above count its changes.
 
 Writers hold the arena's lock from `claim` to `publish`. So a slot that is WRITING when another process
 holds the lock belongs to a writer that died or failed, and may be claimed again. Readers take no lock: a
 reader loads the word, copies the record, and loads the word again. If the word is READY and unchanged, the
-copy is valid. That relies on stores becoming visible in program order, and on loads in program order, as on
-x86-64.
+copy is valid. This protocol relies on stores becoming visible in program order, and on loads in program
+order, as on x86-64.
 
 Knows nothing of what lies in the slots. Must never: change a word outside the lock.
 """

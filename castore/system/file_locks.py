@@ -1,7 +1,7 @@
 """Locks on single bytes of a file (open file description locks). The kernel releases a dead holder's locks.
 
 Unlike POSIX record locks, these locks survive the closing of another descriptor of the file in the same
-process. Unlike ``flock``, every byte has a lock of its own. They do not exclude threads that share a
+process. Unlike ``flock``, every byte has a lock of its own. Such locks do not exclude threads that share a
 descriptor, nor a forked child that inherited it: the lock is held until that child has closed it too. So a
 child must close inherited descriptors.
 """

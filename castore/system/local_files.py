@@ -55,7 +55,7 @@ def raise_if_gone(path: Path, error: BaseException) -> None:
 
 @contextmanager
 def explain_gone(path: Path) -> Iterator[None]:
-    """Have an error of files say that the folder of a store is gone, where it came of that."""
+    """Make an error of files name the folder of a store as gone, where it came of that."""
     try:
         yield
     except OSError as error:

@@ -111,7 +111,7 @@ class ComputeLocks:
 
         Args:
             key: the key.
-            may_move: the block may end in another thread, so this thread's waits say nothing of its end.
+            may_move: the block may end in another thread, so this thread's waits do not show its end.
 
         Raises:
             InvalidValueError: this thread holds the lock already, or the thread of this process that holds it

@@ -1,10 +1,10 @@
 """The registry of links: entries whose file was replaced by a link into a mount.
 
 An entry whose file has become a link is the only copy of its bytes. So the entry is pinned (gc never removes
-a pinned entry) and never expires. Its metadata has under ``source`` the link's target (``link``), the file's
-permission bits (``mode``), whether the entry was pinned before (``pinned``), and the target before the last
-change of the link (``was``). The metadata is written before the link is made and removed after the link is
-gone: at any moment every link has its record here.
+a pinned entry) and never expires. The entry's metadata has under ``source`` the link's target (``link``), the
+file's permission bits (``mode``), whether the entry was pinned before (``pinned``), and the target before the
+last change of the link (``was``). The metadata is written before the link is made and removed after the link
+is gone: at any moment every link has its record here.
 
 Several watchers may work on one folder. A watcher that made a link confirms the record afterwards, and a
 watcher that removes or overwrites a record first sees that there is no link; both do so under the index's

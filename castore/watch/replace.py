@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class KeptError(CastoreError):
-    """A file stays as it is, for good; the message says why."""
+    """A file stays as it is, for good; the message has the reason."""
 
 
 Pair = tuple[Snapshot, Entry]

@@ -143,7 +143,7 @@ class Watcher:
             try:
                 is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
             except OSError:
-                gone.append(path)  # or not readable: `scan_missing` tells them apart
+                gone.append(path)  # or not readable: `scan_missing` distinguishes the two
                 continue
             self._report_store_errors(self._scanner.scan_folder if is_folder else self._scanner.scan, path)
         self._report_store_errors(self._scanner.flush)

@@ -146,7 +146,7 @@ class NewFile(io.BufferedIOBase):
     """The file that `Store.create` gives: binary, written from its start to its end, for one thread at a
     time.
 
-    Closing it ends the writing. Whether its bytes are kept is told by how the block of `Store.create` ends.
+    Closing it ends the writing. Whether its bytes are kept depends on how the block of `Store.create` ends.
     """
 
     def __init__(

@@ -159,7 +159,7 @@ class Putter:
     def create_if_unchanged(self, name: str, entry: Entry | None, options: Mapping[str, Any]) -> Creation:
         """A block like that of `Store.create`, for new bytes that were worked out from an entry.
 
-        What ``options`` does not say is taken from the entry: its expiry, its metadata, its pin and its
+        Options absent from ``options`` are taken from the entry: its expiry, its metadata, its pin and its
         serializer. The end of the block raises `NameChanged` if ``name`` points elsewhere by then.
 
         Args:

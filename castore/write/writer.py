@@ -211,7 +211,7 @@ class BlobWriter:
         size = os.fstat(fd).st_size
         if size <= 4 * FRAME_SIZE:
             data = os.pread(fd, size + 1, 0)
-            if data and not size:  # files below /proc do not say how large they are
+            if data and not size:  # files below /proc have no size
                 return self._stage_to_end(fd, self.incoming(codec, level, dictionary), reuse)
             if len(data) != size:
                 raise _changed(size, f"{len(data)}" if len(data) < size else f"{len(data)} or more")

@@ -1,4 +1,4 @@
-"""The daemon of one mount: ``python -m castore_fuse``. It is started by `api`, not by hand.
+"""The daemon of one mount: ``python -m castore_fuse``. The daemon is started by `api`, not by hand.
 
 The daemon opens the store, registers the mount with it, and serves the view until it is unmounted.
 """

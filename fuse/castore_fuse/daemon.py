@@ -25,7 +25,7 @@ from castore_fuse.session import Session
 log = logging.getLogger("castore.fuse")
 
 READY = "ready"
-"""What the daemon says on its ready pipe; anything else is the sentence of an error."""
+"""The daemon's message on its ready pipe; anything else is the sentence of an error."""
 
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -6,7 +6,8 @@ mfusepy finds and loads the library, and has the layouts that differ between lib
 Functions that may wait for the kernel release the GIL. The others keep it, which saves each request two
 hand-overs of the GIL between threads.
 
-`load()` must run before any thread is started. It never runs at import: this module imports without libfuse.
+`load()` must run before any thread is started. `load()` never runs at import: this module imports without
+libfuse.
 """
 
 from __future__ import annotations

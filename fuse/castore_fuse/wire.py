@@ -1,8 +1,9 @@
 """The replies of a file system: plain tuples, and their packing into the bytes that the kernel reads.
 
-The layouts are those of `struct fuse_*_out` in the kernel's `linux/fuse.h` (protocol 7.9 and later). They are
-the same on every architecture and for every libfuse 3, unlike `struct stat` and `struct fuse_file_info`. With
-them, every kind of reply is sent by one function, `fuse_reply_buf`. Packing an entry takes 1 µs.
+The layouts are those of `struct fuse_*_out` in the kernel's `linux/fuse.h` (protocol 7.9 and later). The
+layouts are the same on every architecture and for every libfuse 3, unlike `struct stat` and `struct
+fuse_file_info`. With them, every kind of reply is sent by one function, `fuse_reply_buf`. Packing an entry
+takes 1 µs.
 
 May assume that values are in range: sizes and node ids below 2**64, timeouts not negative. Knows neither
 libfuse nor castore.

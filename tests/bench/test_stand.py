@@ -28,7 +28,8 @@ def rows(bench):
             Contestant("absent", lambda: 0.0, skipped="not on this machine"),
         ]
         yield Row("get", milliseconds(), contestants, reference="peer", goals=[Goal("castore", 2.0, "peer")])
-        yield Study("a study", ["what", "figure"], [["files", str(bench.size(9, 1))]], goals=[verdict(False, "no: 1 s")])
+        table = [["files", str(bench.size(9, 1))]]
+        yield Study("a study", ["what", "figure"], table, goals=[verdict(False, "no: 1 s")])
     finally:
         (bench.work / "closed").touch()
 '''

@@ -122,7 +122,9 @@ def test_a_store_whose_folder_is_no_text_works(castore: Start, tmp_path: Path, f
 
 
 def _each(others: list[Any], *, of: set[str]) -> Iterator[object]:
-    """Each command with each of some circumstances: with all but the first only those commands, `make torture` the rest."""
+    """Each command with each of some circumstances: with all but the first only those commands, and the rest
+    in `make torture`.
+    """
     for name, words in WORKING.items():
         for number, other in enumerate(others):
             marks = [pytest.mark.matrix] if number and name not in of else []

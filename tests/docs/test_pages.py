@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ast
 import doctest
+import io
 import re
 import sys
+import tokenize
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from castore_fuse.lifecycle import check_fuse
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROSE = [*PAGES, ROOT / "CHANGELOG.md"]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -107,7 +111,7 @@ def test_every_page_stands_in_an_index() -> None:
     assert {path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.md")}.isdisjoint(unlinked)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identify)
+@pytest.mark.parametrize("page", PROSE, ids=identify)
 def test_no_line_of_a_page_is_wider_than_110_columns(page: Path) -> None:
     """Held are prose and code. Rows of tables, addresses, files of others and output of programs cannot be
     broken.
@@ -126,10 +130,17 @@ def test_no_line_of_a_page_is_wider_than_110_columns(page: Path) -> None:
     assert wide == []
 
 
-_OPENINGS = re.compile(r"(?:^|[.:?] )(?:[*_]*)((?:Who|Whoever|What|Whatever|So that) [^.]{0,60})", re.M)
+_OPENINGS = re.compile(
+    r"(?:^|[.:?][*_)\"]* )[*_(]*((?:Who|Whoever|What|Whatever|So that) [^.?\n]*[?]?)", re.M
+)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=identify)
+def questions_as_subjects(prose: str) -> list[str]:
+    """The beginnings of sentences such as "What is kept is small.", in prose with a paragraph a line."""
+    return [opening for opening in _OPENINGS.findall(prose) if "?" not in opening]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=identify)
 def test_no_sentence_of_a_page_has_a_question_for_its_subject(page: Path) -> None:
     """House style: subject first. A heading or a cell of a table may ask."""
     text = re.sub(r"^```.*?^```|^#.*?$|^\|.*?$", "", page.read_text(), flags=re.M | re.S)
@@ -137,7 +148,39 @@ def test_no_sentence_of_a_page_has_a_question_for_its_subject(page: Path) -> Non
         " ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
     ]
     prose = "\n".join(re.sub(r"^(?:[-*]|\d+\.) ", "", paragraph) for paragraph in paragraphs)
-    assert [opening for opening in _OPENINGS.findall(prose) if "?" not in opening] == []
+    assert questions_as_subjects(prose) == []
+
+
+def prose_of(source: str) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments of a module, each with the line of its beginning."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+    first, last, comment = 0, 0, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        words = token.string.lstrip("#: ")
+        line = token.start[0]
+        # A comment beside code is no part of the one above it.
+        if line == last + 1 and not token.line[: token.start[1]].strip():
+            comment += f"\n{words}"
+        else:
+            yield first, comment
+            first, comment = line, words
+        last = line
+    yield first, comment
+
+
+@pytest.mark.parametrize("folder", ["castore", "fuse", "tools", "tests"])
+def test_no_docstring_and_no_comment_has_a_question_for_a_subject(folder: str) -> None:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for line, text in prose_of(path.read_text()):
+            prose = "\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+            found += [f"{identify(path)}:{line}: {opening}" for opening in questions_as_subjects(prose)]
+    assert found == []
 
 
 @pytest.mark.parametrize(

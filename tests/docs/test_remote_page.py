@@ -1,4 +1,4 @@
-"""docs/remote.md can be pasted: its shell blocks run in one shell, and its Python prints what the page says."""
+"""docs/remote.md can be pasted: its shell blocks run in one shell; its Python prints what the page shows."""
 
 from __future__ import annotations
 

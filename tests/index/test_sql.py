@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     path.relative_to(ROOT) for folder in ("castore", "fuse") for path in (ROOT / folder).rglob("*.py")
 )
-#: What a statement begins with. A sentence may begin with "Select" or "Update"; SQL is written in capitals
+#: The beginning of a statement. A sentence may begin with "Select" or "Update"; SQL is written in capitals
 #: here.
 STATEMENT = re.compile(
     r"\s*(SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|PRAGMA|CREATE|DROP|ALTER"
     r"|BEGIN|COMMIT|ROLLBACK|VACUUM|ATTACH)\b"
 )
-#: What runs a statement, on a connection, a cursor, a transaction, or the index.
+#: The methods that run a statement, on a connection, a cursor, a transaction, or the index.
 RUNS = {"execute", "executemany", "executescript"}
 #: Where SQLite's errors are told apart, which takes their classes and no SQL.
 ERRORS_OF_SQLITE = re.compile(r"sqlite3\.(Error|OperationalError|DatabaseError)\b")

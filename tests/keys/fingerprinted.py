@@ -1,4 +1,4 @@
-"""Fingerprints of compilers', libraries' and users' objects, for test_values.py to compare between processes."""
+"""Fingerprints of compilers', libraries' and users' objects; test_values.py compares processes by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code writes and reads is found in the bytecode of every version of Python."""
+"""The names that code writes and reads are found in the bytecode of every version of Python."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ WRITES: dict[str, tuple[str, set[str]]] = {
         "def f(self, key, value): self.cache[str(key) + 'x'] = value", {".cache"},
     ),
     "an element in place": ("def f(self, key, by): self.counts[key] += by", {".counts"}),
-    "an element in place, by a key that is an attribute": ("def f(self): self.counts[self.key] += 1", {".counts"}),
+    "an element in place, by a key that is an attribute": (
+        "def f(self): self.counts[self.key] += 1", {".counts"},
+    ),
     "no element any more": ("def f(self, key): del self.cache[key]", {".cache"}),
     "a slice": ("def f(self, a, b, values): self.rows[a:b] = values", {".rows"}),
-    "a slice, with ends that are worked out": ("def f(self, a, values): self.rows[a + 1:len(a)] = values", {".rows"}),
+    "a slice, with ends that are worked out": (
+        "def f(self, a, values): self.rows[a + 1:len(a)] = values", {".rows"},
+    ),
     "a slice in place": ("def f(self, a, b, values): self.rows[a:b] += values", {".rows"}),
     "no slice any more": ("def f(self, a, b): del self.rows[a:b]", {".rows"}),
     "a list": ("def f(self, value): self.seen.append(value)", {".seen"}),
@@ -33,9 +37,13 @@ WRITES: dict[str, tuple[str, set[str]]] = {
     "a default in place": ("def f(key, kept={}): kept[key] += 1", {"kept"}),
     "a slice of a default": ("def f(a, b, value, kept=[]): kept[a:b] = value", {"kept"}),
     "a default's method": ("def f(value, kept=[]): kept.append(value)", {"kept"}),
-    "in a comprehension": ("def f(self, rows): return [self.seen.add(row) for row in rows if row]", {".seen"}),
+    "in a comprehension": (
+        "def f(self, rows): return [self.seen.add(row) for row in rows if row]", {".seen"},
+    ),
     "in a function inside": ("def f(self):\n    def g(v): self.a = v\n    return g", {".a"}),
-    "what is read only": ("def f(self, key, other): return self.cache[key], other.items(), self.rows[key:other]", set()),
+    "what is read only": (
+        "def f(self, key, other): return self.cache[key], other.items(), self.rows[key:other]", set(),
+    ),
     "variables of its own": ("def f(a, b):\n    c, d = a, b\n    c = [d for d in c]\n    return c, d", set()),
 }  # fmt: skip
 
@@ -85,7 +93,8 @@ def test_globals_and_closures_that_code_reads_are_found_in_comprehensions_too() 
     source = """
         def f(kept):
             def inner(rows, sign):
-                return [SCALE * row + kept for row in rows if LIMITS[row] < sign], {kept: BASE for kept in rows}
+                scaled = [SCALE * row + kept for row in rows if LIMITS[row] < sign]
+                return scaled, {kept: BASE for kept in rows}
             return inner
     """
     inner: types.FunctionType = compiled(source)(1)

@@ -162,7 +162,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "times": lambda: [
         dt.datetime(2020, 1, 2, 3, tzinfo=dt.timezone.utc), dt.date(2020, 1, 1), dt.time(1), dt.timedelta(1),
     ],
-    "containers": lambda: {"b": [1, (2, {3, "x"})], "a": frozenset([(1,), (2, "y")]), 1: range(3), 2: slice(1)},
+    "containers": lambda: {
+        "b": [1, (2, {3, "x"})], "a": frozenset([(1,), (2, "y")]), 1: range(3), 2: slice(1),
+    },
     "sorted dict": lambda: {"a": 1, "b": [2]},
     "long list of texts": lambda: [f"/no/such/{n}" for n in range(100)],
     "text with a slash": lambda: "/no/such/file",
@@ -201,7 +203,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "running generator": lambda: (n for n in [1]),
     "memoryview": lambda: memoryview(b"x"),
     "rude": Rude,
-    "tensors": lambda: [torch.arange(6).reshape(2, 3).T, torch.nn.Parameter(torch.ones(2)), torch.eye(2).to_sparse()],
+    "tensors": lambda: [
+        torch.arange(6).reshape(2, 3).T, torch.nn.Parameter(torch.ones(2)), torch.eye(2).to_sparse(),
+    ],
     "words of torch": lambda: [torch.float16, torch.device("cpu")],
     "model that is set to eval": Settling,
     "arrow": lambda: pa.table({"a": [1, None], "b": ["x", "y"]}),
@@ -236,7 +240,7 @@ def _asked(adapter: str, part: Any) -> str:
 
 
 def pins() -> str:
-    """What pins.json should have, by the code of now."""
+    """The contents that pins.json should have, by the present code."""
     with _released():
         found = {
             name: {adapter: _asked(adapter, make()) for adapter in ASKED} for name, make in CASES.items()

@@ -134,8 +134,8 @@ def live(request: pytest.FixtureRequest, store: Store) -> Iterator[Path]:
 
 
 def each_with_a_mount(values: dict[str, object]) -> list[object]:
-    """Pairs of a mode of `live` and a value: all values in the first mode, the first one in the other, and the rest
-    of the matrix in `make torture`.
+    """Pairs of a mode of `live` and a value: all values in the first mode, the first one in the other, and
+    the rest of the matrix in `make torture`.
     """
     return [
         pytest.param(

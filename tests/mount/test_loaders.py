@@ -18,8 +18,10 @@ from tests.mount import shelf
 from tests.mount.conftest import files, forget_pages
 from tests.without_torch import is_installed
 
-KINDS = ["raw/noise.bin", "raw/text.txt", "raw/mixed.bin", "raw/frame.bin", "raw/more.bin", "raw/small.txt",
-         "raw/byte", "raw/empty", "tokens.npy", "rows.parquet", "rows.sqlite", *["weights.pt"] * is_installed()]  # fmt: skip
+KINDS = [
+    "raw/noise.bin", "raw/text.txt", "raw/mixed.bin", "raw/frame.bin", "raw/more.bin", "raw/small.txt",
+    "raw/byte", "raw/empty", "tokens.npy", "rows.parquet", "rows.sqlite", *["weights.pt"] * is_installed(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -341,7 +341,8 @@ def test_ordinary_user_mounts_a_store_of_his_own(anybody: tuple[Path, str]) -> N
 def test_a_program_that_has_loaded_libfuse_2_may_mount() -> None:
     """As one does where both are installed: s3fs and sshfs bring libfuse 2."""
     script = (
-        "import os; os.environ['FUSE_LIBRARY_NAME'] = 'fuse3'; import mfusepy; mfusepy.fuse_version_major = 2\n"
+        "import os; os.environ['FUSE_LIBRARY_NAME'] = 'fuse3'\n"
+        "import mfusepy; mfusepy.fuse_version_major = 2\n"
         "from castore_fuse import libfuse; print(libfuse.load().version[0], mfusepy.fuse_version_major)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

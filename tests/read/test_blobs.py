@@ -1,4 +1,4 @@
-"""What a store tells and gives of blobs, past their names: for tools that keep digests."""
+"""Facts and bytes that a store gives of blobs, past their names: for tools that keep digests."""
 
 from __future__ import annotations
 

@@ -148,7 +148,9 @@ DIFFERENT: dict[str, list[tuple[str, list[Row] | str]]] = {
     "a list, then lines": [("0.json", json.dumps(ONE)), ("1.json", '{"a": 1.5}\n{"a": 2}\n')],
     "texts that look like dates": [("0.jsonl", [{"a": "2024-01-02"}] * 2), ("1.jsonl", [{"a": "x"}] * 2)],
     "a file that is no JSON": [("0.jsonl", ONE), ("1.jsonl", "no JSON"), ("2.jsonl", TWO)],
-    "CSV: numbers, then words": [("0.csv", "a,b\n007,1\n"), ("1.csv", "a,b\nx,2\n"), ("2.csv", "a,b\n08,3\n")],
+    "CSV: numbers, then words": [
+        ("0.csv", "a,b\n007,1\n"), ("1.csv", "a,b\nx,2\n"), ("2.csv", "a,b\n08,3\n"),
+    ],
     "CSV: integers, then fractions": [("0.csv", "a\n1\n2\n"), ("1.csv", "a\n0.5\n1\n")],
     "CSV: empty cells, then numbers": [("0.csv", "a,b\n,1\n,2\n"), ("1.csv", "a,b\n5,1\n6,2\n")],
     "CSV: a column is missing": [("0.csv", "a,b\n1,x\n2,y\n"), ("1.csv", "b\nz\nz\n")],

@@ -181,8 +181,8 @@ ENDINGS = [
 @pytest.mark.parametrize(
     ("number", "to_all", "code", "words", "step"),
     [
-        # Each signal, to all and to the run alone. A step of another kind has its workers from the same place: the
-        # first ending says so.
+        # Each signal, to all and to the run alone. A step of another kind has its workers from the same
+        # place: the first ending says so.
         *[
             pytest.param(*ending, "my_ops.tells", marks=[pytest.mark.matrix] * (at in (1, 3)))
             for at, ending in enumerate(ENDINGS)

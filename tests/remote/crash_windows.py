@@ -1,8 +1,9 @@
-"""Each crash window of a remote in docs/format.md: the process, the point where it dies, and the state after that.
+"""Each crash window of a remote in docs/format.md: the process, the point where it dies, and the state then.
 
-A table for test_crash_windows.py. A window's `killed` is the first column of its row in the page, `there` checks
-the second column, and `done` says how much of the work the third column counts as done. Runs in a process that
-has started no thread: each window forks it, and the child runs the code of the process that dies.
+A table for test_crash_windows.py. A window's `killed` is the first column of its row in the page, `there`
+checks the second column, and `done` says how much of the work the third column counts as done. Runs in a
+process that has started no thread: each window forks it, and the child runs the code of the process that
+dies.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ BASE = {
     "large": noise(1_200_000, 1),
     "huge": noise((5 << 20) + 100, 2),
 }
-#: What a push brings, in addition or instead.
+#: The blobs that a push brings, in addition or instead.
 NEW = {"small/0": text(300, 10), "new/small": text(400, 11), "new/large": noise(1_300_000, 12)}
 
 #: The folder of a window has the stores `one`, which pushes, and `two`, which reads, and the remote `bucket`.
@@ -727,8 +728,8 @@ WINDOWS = [
         _lacks("refs/"), NOTHING),
         ("after the next base is noted, before the ref", _pushing, before(commits, "move_ref"),
         _both(_lacks("refs/"), _is_noted), NOTHING),
-        ("after the next base is noted, before the ref", _pushing_before_an_edit, after(Remotes, "set_pending"),
-        _both(_lacks("refs/"), _is_noted), NOTHING),
+        ("after the next base is noted, before the ref", _pushing_before_an_edit,
+        after(Remotes, "set_pending"), _both(_lacks("refs/"), _is_noted), NOTHING),
         ("after the ref, before the base is kept", _pushing, after(folder_bucket, "_links"),
         _both(_ref_moved, _files_below_tmp), ALL),
         ("after the ref, before the base is kept", _pushing_before_an_edit, before(Remotes, "set_base"),
@@ -741,20 +742,21 @@ WINDOWS = [
         ("while it fetches the first blobs", _pulling, after(page_cache, "create_temporary"),
         _in("two", _temporary_files), NOTHING),
         ("while it fetches the first blobs", _pulling, after(PageCache, "keep"), _in("two", _pages), NOTHING),
-        ("while it fetches the first blobs", _pulling, after(LooseFolder, "create"), _in("two", _temporary_files),
-        NOTHING),
+        ("while it fetches the first blobs", _pulling, after(LooseFolder, "create"),
+        _in("two", _temporary_files), NOTHING),
         ("after a dictionary that records need, before their commit", _pulling, after(Dictionaries, "add"),
         _in("two", _has_dictionary), NOTHING),
         ("within a commit", _pulling, after(Journal, "append"), _in("two", ahead), NOTHING),
-        ("between two commits", _pulling, after(BlobWriter, "commit", 2), _in("two", lambda store: not ahead(store)),
-        SOME),
+        ("between two commits", _pulling, after(BlobWriter, "commit", 2),
+        _in("two", lambda store: not ahead(store)), SOME),
         ("after the last commit, before the base is kept", _pulling, before(Remotes, "set_base"),
         _base_is("two", kept=False), ALL),
         ("after that", _pulling, after(Remotes, "set_base"), _base_is("two", kept=True), ALL),
     ),
     *_of(
         "Collections",
-        ("while it finds garbage", _begins, after(FolderBucket, "put"), _both(_phase(IDLE, 0), _clock), NOTHING),
+        ("while it finds garbage", _begins, after(FolderBucket, "put"), _both(_phase(IDLE, 0), _clock),
+        NOTHING),
         ("while it finds garbage", _begins, after(collect, "write_list"), _phase(IDLE, 1), NOTHING),
         ("while keys are condemned", _goes_on, after(collect, "write_state"), _phase(CONDEMNED, 1), NOTHING),
         ("while it deletes", _deletes, after(collect, "write_state"), _phase(DELETING, 1), NOTHING),
@@ -786,16 +788,17 @@ WINDOWS = [
     *_of(
         "Names without bytes",
         ("within a commit of a lazy pull", _naming, after(Journal, "append"), _in("two", ahead), NOTHING),
-        ("between two commits of a lazy pull", _naming, before(places, "record", 2), _in("two", _no_files), SOME),
-        ("after the last commit of a lazy pull, before the base is kept", _naming, before(Remotes, "set_base"),
-        _base_is("two", kept=False), ALL),
+        ("between two commits of a lazy pull", _naming, before(places, "record", 2), _in("two", _no_files),
+        SOME),
+        ("after the last commit of a lazy pull, before the base is kept", _naming,
+        before(Remotes, "set_base"), _base_is("two", kept=False), ALL),
         ("after bytes came, before their commit", _bringing_at_once, before(BlobWriter, "restore"),
         _in("two", _temporary_files), NOTHING),
         ("within their commit", _bringing_at_once, after(LooseFolder, "publish"), _in("two", _objects),
         NOTHING),
         ("between two commits of bytes", _bringing, after(BlobWriter, "restore", 2), _socket, SOME),
-        ("after gc recorded that blobs are away, before it unlinks", _dropping, before(ObjectDirectory, "remove_loose"),
-        _in("two", _objects), NOTHING),
+        ("after gc recorded that blobs are away, before it unlinks", _dropping,
+        before(ObjectDirectory, "remove_loose"), _in("two", _objects), NOTHING),
     ),
     *_of(
         "Lazy reads",

@@ -1,7 +1,7 @@
 """moto's server on a port of 127.0.0.1, one request at a time.
 
-moto looks whether an object is there, and then writes it: of two requests at once both may be the first. A real
-storage decides that by itself, so the requests wait for one another here.
+moto looks whether an object is there, and then writes it: of two requests at once both may be the first. A
+real storage decides that in one step, so requests wait for one another here.
 
     python tests/remote/moto_server.py PORT
 """

@@ -40,8 +40,8 @@ CONTENTS = (
 def know(store: Store, name: str, url: str, *, read_only: bool = False) -> Remote:
     """Let a store know a remote, as `Store.add_remote` does.
 
-    No process tries the place out, which takes longer than many a test. A folder becomes a remote here, and in a
-    bucket there must be one.
+    No process tries the place out, which takes longer than many a test. A folder becomes a remote here, and
+    in a bucket there must be one.
     """
     if url.startswith("file:"):
         marker.prepare(open_bucket(url), read_only=read_only)
@@ -50,7 +50,10 @@ def know(store: Store, name: str, url: str, *, read_only: bool = False) -> Remot
 
 
 def move(store: Store, name: str, url: str) -> None:
-    """Let a store find a remote at another URL, and keep what it knows of it. Castore itself offers no such thing."""
+    """Let a store find a remote at another URL, and keep its knowledge of the remote.
+
+    Castore itself offers no such thing.
+    """
     described = store.path / "remotes" / name / "remote.json"
     described.write_text(json.dumps(json.loads(described.read_bytes()) | {"url": url}))
 

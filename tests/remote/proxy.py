@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 _PIECE = 1 << 16
-# What S3 says.
+# The codes of S3's errors.
 _CODES = {
     400: "ExpiredToken",
     401: "RequestTimeTooSkewed",
@@ -29,14 +29,15 @@ _CODES = {
 
 
 class Fault(NamedTuple):
-    """What happens to one request.
+    """The fate of one request.
 
     Attributes:
         reaches: how often the storage gets it.
         status: what is answered instead of the storage's answer; 0 for that one.
         bytes: how much of the answer's body is sent; None for all.
         answers: False to close the connection without a word.
-        stalls: after the bytes nothing comes any more, until the proxy ends. Otherwise the connection is closed.
+        stalls: after the bytes nothing comes any more, until the proxy ends. Otherwise the connection is
+            closed.
     """
 
     reaches: int = 1
@@ -108,7 +109,7 @@ class Proxy:
             self._faults.clear()
 
     def take(self, request: Request) -> Fault:
-        """What happens to a request."""
+        """The fate of a request."""
         with self._lock:
             self.seen.append(request)
             for number, (fault, method, path) in enumerate(self._faults):

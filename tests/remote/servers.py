@@ -126,9 +126,11 @@ def seaweedfs(path: Path) -> Iterator[Place]:
         names = ["master.port", "volume.port", "filer.port", "s3.port"]
         names += [f"{name}.grpc" for name in names]
         return [
-            _program("weed"), "-logtostderr=true", "server", f"-dir={path}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            _program("weed"), "-logtostderr=true", "server", f"-dir={path}",
+            "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
             "-filer", "-s3", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
-            f"-s3.config={path / 's3.json'}", f"-filer.localSocket={path / 'filer'}", f"-s3.localSocket={path / 's3'}",
+            f"-s3.config={path / 's3.json'}", f"-filer.localSocket={path / 'filer'}",
+            f"-s3.localSocket={path / 's3'}",
             "-volume.max=8", "-master.volumeSizeLimitMB=256",
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
         ]  # fmt: skip

@@ -45,7 +45,8 @@ class _Actor:
         self.name = name
         self.turn = threading.Semaphore(0)
         self.is_killed = False
-        # Whether it is about to move a ref or to delete keys, which it must do soon after a look at the state.
+        # Whether the actor is about to move a ref or to delete keys, soon after a look at the state, as it
+        # must.
         self.is_hot = False
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(work,))
@@ -171,7 +172,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Every ref, and every commit that was a ref's newest within the grace period, has all that it means."""
+        """Each ref, and each commit that was a ref's newest in the grace period, has all that it means."""
         for ref, commit, until in self.heads:
             if until is None or until > self.now - self.grace:
                 missing = self._meant(commit) - self.objects.keys()

@@ -1,4 +1,4 @@
-"""`Remote.check` finds what is missing or damaged in a bucket, and `repair` uploads it from a store that has it."""
+"""`Remote.check` finds what is missing or damaged in a bucket; `repair` uploads it from a store with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that dies in a crash window of a remote leaves what docs/format.md states. The next one goes on."""
+"""A process that dies in a crash window of a remote leaves what docs/format.md states. The next goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL before and after each call of a push or a pull: no ref names what is missing, and the next run goes on."""
+"""SIGKILL before and after each call of a push or pull: no ref names missing bytes; the next run goes on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def dies(task: Callable[[], object]) -> bool:
 
 
 def check_refs(bucket: Bucket) -> dict[str, bytes]:
-    """Check that all that a ref means is there and whole; returns the names of the main ref, and their digests."""
+    """Check that all that a ref means is there and whole; returns the main ref's names, and their digests."""
     found: dict[str, bytes] = {}
     for ref in commits.list_refs(bucket):
         seen = commits.read_ref(bucket, ref)

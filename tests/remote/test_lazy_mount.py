@@ -1,4 +1,4 @@
-"""A remote is mounted before it is here: names at once, bytes when they are read, checked, inside the budget."""
+"""A remote is mounted before it is here: names at once; bytes when they are read, checked, in the budget."""
 
 from __future__ import annotations
 

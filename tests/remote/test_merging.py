@@ -1,4 +1,4 @@
-"""Nodes that edit, push and pull in any order: nobody overwrites a change that he has not seen, and none is lost."""
+"""Nodes that edit, push and pull in any order: none overwrites a change it has not seen, and none is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Forgetful(Remotes):
 
 
 class Team:
-    """Three nodes over one bucket. Each write is a value of its own, so each value has one writer and one time."""
+    """Three nodes over one bucket. Each write is a value of its own, so it has one writer and one time."""
 
     def __init__(self, folder: Path) -> None:
         self.nodes = [Node(folder / str(number), FolderBucket(folder / "bucket")) for number in range(3)]

@@ -79,7 +79,8 @@ def test_garbage_is_condemned_first_and_deleted_a_grace_period_later(
     folder = tmp_path / "bucket"
     before = objects(folder)
     assert run(bucket, shrunk) == (0, 0, 0, 0, None), "all of it is younger than a day"
-    # The commits' times are in the commits, so only all of history's objects are garbage once nobody keeps it.
+    # The commits' times are in the commits, so only all of history's objects are garbage once nobody keeps
+    # it.
     condemned = run(bucket, shrunk, grace=0.0)
     assert (condemned.deleted, condemned.condemned) == (0, 4)  # two objects, a page and a commit
     assert condemned.size > 2 << 20

@@ -1,4 +1,4 @@
-"""`Store.push` and `Store.pull` as a program uses them: in a process of their own, beside forks, kills and others."""
+"""`Store.push` and `Store.pull` in programs: in a process of their own, beside forks, kills and others."""
 
 from __future__ import annotations
 

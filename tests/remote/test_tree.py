@@ -153,7 +153,8 @@ def test_a_page_that_lies_under_its_own_digest_is_refused_or_sound() -> None:
         except CorruptError as error:
             assert "none that castore wrote" in str(error)  # noqa: PT017
         else:
-            # Other bytes of a sound page are another page: its digest, which the parent knows, tells it apart.
+            # Other bytes of a sound page are another page: its digest, which the parent knows, tells it
+            # apart.
             assert len(page.rows) == 2
             assert digest_of(bad) != digest_of(data)
 

@@ -75,7 +75,8 @@ def values() -> dict[str, Any]:
     rows["a"], rows["b"]["d"] = [1, 2], ["x", "Ωy"]
     utc = dt.datetime(2024, 1, 1, 12, 0, 0, 123456, UTC)
     plain: list[Any] = [
-        None, True, False, 0, -1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**50, 1.5, -0.0, float("inf"), 1 + 2j,
+        None, True, False, 0, -1, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**50, 1.5, -0.0, float("inf"),
+        1 + 2j,
         "", "é\ud800\0", b"", b"\x00\xff", bytearray(b"xy"), [], (), {}, [1, 2, 3], (1, 2**63), [1, 2.5],
         [True, False], (0.5,), [1, (2, [3, (4,)]), {"a": ({},)}], [bytearray(b"x"), b"x"],
         {1: "a", "1": "b", (1, 2): "c", None: "d", b"k": "e", 1.5: "f", True + 1: "g"},
@@ -86,12 +87,15 @@ def values() -> dict[str, Any]:
     ]  # fmt: skip
     arrays: list[Any] = [
         *(array_of(kind, 2, 3) for kind in [*"?bBhHiIlLefdFD", ">i4", ">f8", "M8[D]", "m8[25us]", ">M8[s]"]),
-        array_of("f8"), array_of("u1", 0, 3), np.array(["a", "Ωc"]), np.array([b"a", b"bcd"]), array_of("V5", 2),
-        array_of([("a", "i1"), ("b", ">f8")], 2), np.asfortranarray(array_of("f4", 3, 4)), array_of("i8", 9)[::2],
+        array_of("f8"), array_of("u1", 0, 3), np.array(["a", "Ωc"]), np.array([b"a", b"bcd"]),
+        array_of("V5", 2),
+        array_of([("a", "i1"), ("b", ">f8")], 2), np.asfortranarray(array_of("f4", 3, 4)),
+        array_of("i8", 9)[::2],
         np.ones(2, ml_dtypes.bfloat16), np.array([1, -2], ml_dtypes.int4), ml_dtypes.float8_e4m3fn(1.5),
         np.float32(0.1), np.int8(-3), np.bool_(True), np.complex128(1 - 2j), np.datetime64("2024-02-29", "D"),
         np.timedelta64(5, "h"), np.str_("Ω\0"), np.bytes_(b"\0x\0"), rows[1], np.void(b"raw"),
-        rows, rows.view(np.recarray), MASKED([1, 2, 3], [0, 1, 0], fill_value=7, hard_mask=True), np.ma.masked,
+        rows, rows.view(np.recarray), MASKED([1, 2, 3], [0, 1, 0], fill_value=7, hard_mask=True),
+        np.ma.masked,
     ]  # fmt: skip
     tensors = [
         *(tensor_of(dtype, *shape) for dtype in DTYPES for shape in [(), (0, 2), (2, 3)]),
@@ -99,16 +103,22 @@ def values() -> dict[str, Any]:
         tensor_of(torch.complex64, 3).conj(), torch.ones(2), *SPARSE,
         torch.float16, torch.Size([1, 2]), torch.device("cuda", 1),
         Image.wrap(tensor_of(torch.uint8, 4), format=Colour.GREEN),
-        Volume(torch.arange(4.0), torch.eye(4, dtype=torch.float64), {"path": "a.nii", "shape": np.array([8])}),
+        Volume(
+            torch.arange(4.0), torch.eye(4, dtype=torch.float64), {"path": "a.nii", "shape": np.array([8])},
+        ),
     ]  # fmt: skip
     kinds: list[Any] = [
         set(), {1, 2}, {("x", 1), 2.5}, frozenset({1, (2, "x")}), range(1, 9, 3), slice(0, 9, 2),
-        collections.OrderedDict(b=1, a=[2]), collections.Counter("abca"), collections.defaultdict(list, {1: [2]}),
+        collections.OrderedDict(b=1, a=[2]), collections.Counter("abca"),
+        collections.defaultdict(list, {1: [2]}),
         collections.deque([1, [2]], 5), types.SimpleNamespace(a=1, b=[2]), dt.date(2024, 2, 29),
         dt.time(1, tzinfo=UTC, fold=1), dt.timedelta(-1, 2, 3), UTC, PARIS, decimal.Decimal("1.10"),
-        fractions.Fraction(3, -9), uuid.UUID(int=7), pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("c:/x"),
-        ipaddress.ip_address("10.0.0.1"), ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_interface("::1/64"),
-        Colour.RED, Access.READ | Access.WRITE, Point(1, "y"), Pair(torch.ones(2), 3), Frozen(1, (2,)), Slim("s"),
+        fractions.Fraction(3, -9), uuid.UUID(int=7), pathlib.PurePosixPath("a"),
+        pathlib.PureWindowsPath("c:/x"),
+        ipaddress.ip_address("10.0.0.1"), ipaddress.ip_network("10.0.0.0/8"),
+        ipaddress.ip_interface("::1/64"),
+        Colour.RED, Access.READ | Access.WRITE, Point(1, "y"), Pair(torch.ones(2), 3), Frozen(1, (2,)),
+        Slim("s"),
         Scan(np.ones(2), notes={"who": Colour.GREEN}), pa.table({"a": [1, None], "b": ["x", "y"]}),
         pa.record_batch({"a": [1, 2]}),
     ]  # fmt: skip

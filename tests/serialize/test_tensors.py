@@ -20,10 +20,14 @@ from tests.serialize.test_serializers import LIMITED, round_trip, safe, same
 
 VALUES: list[tuple[str, Any]] = [
     ("msgpack", {"x": torch.arange(3), "y": 3}), ("msgpack", (np.arange(3), [torch.zeros(2)])),
-    ("safetensors", torch.arange(6).reshape(2, 3)), ("safetensors", torch.tensor(1.5)), ("safetensors", torch.zeros(0, 3)),
-    ("safetensors", torch.tensor([1.5, math.nan], dtype=torch.bfloat16)), ("safetensors", torch.ones(2, dtype=torch.float16)),
-    ("safetensors", torch.tensor([True, False])), ("safetensors", torch.arange(6).reshape(2, 3).T), ("safetensors", torch.arange(10)[::3]),
-    ("safetensors", torch.zeros(2, requires_grad=True)), ("safetensors", {"b": torch.zeros(2), "a": torch.ones(3, dtype=torch.int8)}),
+    ("safetensors", torch.arange(6).reshape(2, 3)), ("safetensors", torch.tensor(1.5)),
+    ("safetensors", torch.zeros(0, 3)),
+    ("safetensors", torch.tensor([1.5, math.nan], dtype=torch.bfloat16)),
+    ("safetensors", torch.ones(2, dtype=torch.float16)),
+    ("safetensors", torch.tensor([True, False])), ("safetensors", torch.arange(6).reshape(2, 3).T),
+    ("safetensors", torch.arange(10)[::3]),
+    ("safetensors", torch.zeros(2, requires_grad=True)),
+    ("safetensors", {"b": torch.zeros(2), "a": torch.ones(3, dtype=torch.int8)}),
     ("safetensors", {"tensor": torch.zeros(1)}), ("safetensors", {"": torch.zeros(1)}),
     ("msgpack", {1: torch.zeros(2)}), ("msgpack", {"a": np.zeros(2), "b": torch.zeros(2)}),
 ]  # fmt: skip
@@ -79,8 +83,12 @@ def test_hostile_bytes_of_tensors_give_a_clear_error_in_bounded_memory() -> None
     hostile = [("safetensors", safe(told)), ("safetensors", dump(torch.zeros(9))[1][:-1])]
     script = "import torch, safetensors.torch\n" + LIMITED
     done = subprocess.run(
-        [sys.executable, "-c", script], input=pickle.dumps(hostile), capture_output=True, check=False, timeout=300
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        input=pickle.dumps(hostile),
+        capture_output=True,
+        check=False,
+        timeout=300,
+    )
     assert (done.returncode, done.stdout.decode(), done.stderr.decode()) == (0, "", "")
 
 

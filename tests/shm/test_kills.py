@@ -137,7 +137,7 @@ def _kill_at_lines_of_a_write(name: str) -> None:
                 else:
                     assert record == before.get(slot), f"another slot's record changed at line {line}"
             check_space(arena, extents)
-            # Whoever comes next does the same, and all else.
+            # The next process does the same, and all else.
             with arena.lock():
                 operation(extents)
                 check_space(arena, extents)

@@ -186,7 +186,8 @@ def test_stress_has_a_mount_beside_the_folder_and_a_difference_counts(
 ) -> None:
     program = tmp_path / "stress"
     program.write_text(
-        f'#!/bin/sh\ncd "$4" && find . -type f | while read -r f; do {compare} "$f" "$5/$f" || exit 1; done && echo read_f\n'
+        '#!/bin/sh\ncd "$4" && find . -type f'
+        f' | while read -r f; do {compare} "$f" "$5/$f" || exit 1; done && echo read_f\n'
     )
     program.chmod(0o700)
     assert bool(for_erofs.stress(program, tmp_path, "lz4", 1, files=12)) == found

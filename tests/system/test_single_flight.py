@@ -23,7 +23,7 @@ def locks(tmp_path: Path) -> ComputeLocks:
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:
-    """What a function returns in another thread."""
+    """The result of a function in another thread."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()

@@ -49,7 +49,8 @@ def _act(store: Store, process: int, chance: random.Random) -> None:
 
 
 def crowd(store: Store, seconds: float) -> int:
-    """Let them run for so long, and longer until each has done its least. Afterwards every name has right bytes, and index and disk agree exactly.
+    """Let them run for so long, and longer until each has done its least. Afterwards every name has right
+    bytes, and index and disk agree exactly.
 
     Returns:
         The number of their operations.

@@ -1,9 +1,9 @@
 """Nodes of one remote, as processes of one machine: they push, pull, mount, warm and collect, and are killed.
 
-Each node is a store of its own. An actor is a process that works on a node until it is told to end, and writes down
-what was acknowledged, a line a time. Actors whose work is quick rest a little, since others need the cores. The
-parent kills actors and the processes that they have started, and starts killed actors again. It ends as soon as
-enough of everything was seen.
+Each node is a store of its own. An actor is a process that works on a node until it is told to end, and
+writes down what was acknowledged, a line a time. Actors whose work is quick rest a little, since others need
+the cores. The parent kills actors and the processes that they have started, and starts killed actors again.
+It ends as soon as enough of everything was seen.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def gauges(pid: int | str = "self") -> Gauges:
 
 
 class Board:
-    """What processes tell one another while they work, in memory that they share."""
+    """Messages that processes exchange while they work, in memory that they share."""
 
     def __init__(self, processes: int) -> None:
         self._words = memoryview(mmap.mmap(-1, 8 * (1 + 2 * processes))).cast("Q")
@@ -82,7 +82,7 @@ class Board:
         self._words[1 + 2 * process], self._words[2 + 2 * process] = done, retries
 
     def done(self) -> list[int]:
-        """What each process has done."""
+        """The work that each process has done."""
         return list(self._words[1::2])
 
     def retries(self) -> int:

@@ -54,7 +54,8 @@ class Cast:
         try:
             push(
                 store.parts, bucket, self._pages(store, bucket), Inline(), ref=ref, prefix=prefix, note="",
-                delete=delete, base=self._base(world, number, ref), bad=set(), remote="team", progress=lambda *bytes_: None,
+                delete=delete, base=self._base(world, number, ref), bad=set(), remote="team",
+                progress=lambda *bytes_: None,
             )  # fmt: skip
         except (ConflictError, NotFoundError, RemoteUnreachableError):
             pass

@@ -2,8 +2,8 @@
 
 Each call of the mapped and of the filtering function appends a byte to a file of its own, so that a test can
 count the computed samples. With ``--wait`` the job prints, waits for a line, and prints the digest again from
-its open dataset. With ``--each-line`` a process that has only imported the library forks one that does the job
-for each line that it reads, and prints the exit code of that.
+its open dataset. With ``--each-line`` a process that has only imported the library forks one that does the
+job for each line that it reads, and prints the exit code of that.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Job:
     Its marks lie beside the home, not in it. They are written in place, again and again. A job that pauses
     for longer than files take to settle would find a link to the read-only mount in the place of its mark.
 
-    Each run is a process of its own. One that has imported the library forks them: an import takes longer than
-    the job.
+    Each run is a process of its own. One that has imported the library forks them: an import takes longer
+    than the job.
     """
 
     def __init__(self, home: Path, data: Path) -> None:

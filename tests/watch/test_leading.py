@@ -159,8 +159,8 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
     (folder / "c").write_bytes(b"a tool has computed it anew")
     unpinned = run(store.path, "unpin", "in/a", "in/c")
     assert unpinned.stderr == (
-        f"castore: {folder}/a is a link that stands for 'in/a', and leads to nothing once gc has removed the entry;"
-        " `castore pin in/a` keeps it\n"
+        f"castore: {folder}/a is a link that stands for 'in/a', and leads to nothing once gc has removed the"
+        " entry; `castore pin in/a` keeps it\n"
     )
     entry = store.entry("in/a")
     assert entry is not None

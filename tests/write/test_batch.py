@@ -127,7 +127,7 @@ def test_arguments_are_those_of_put_and_defaults_those_of_the_batch(tmp_path: Pa
         with store.batch(ttl=50) as together:
             for number in range(3):
                 together.put(f"{number}", b"x" * number)
-        # What belongs together expires together, however long staging takes.
+        # Entries that belong together expire together, however long staging takes.
         assert len({entry.expires for entry in together.entries}) == 1
         assert lives == {"defaults": 50, "own": 500, "never": None, "file": 50, "store's": 3600}
         assert [found[name].codec for name in ("defaults", "own", "file")] == ["lz4", "none", "lz4"]

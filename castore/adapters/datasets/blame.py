@@ -2,11 +2,11 @@
 
 Maps and statistics of one row at a time keep the numbers of rows. A filter, a deduplicator or a selector
 hands rows on as they are, so its rows are found among those of its input: within a block, where the step ran
-block by block. A batched mapper may make any rows of a batch. Its rows are told by a column of names or
-numbers that it hands on; without one, only the rows of the block can be named. Reads kept results, and runs
-nothing.
+block by block. A batched mapper may make any rows of a batch. The rows of such a mapper are traced by a
+column of names or numbers that it hands on; without one, only the rows of the block can be named. Reads kept
+results, and runs nothing.
 
-Must never claim what is not known: a row that may be one of several is told as a range, with the reason.
+Must never claim what is not known: a row that may be one of several is given as a range, with the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs a step block by block: blocks whose results are kept do not run again.
 
-The result of a block follows from its rows, the operator, and the features of the step's result. Those are
-decided by the first rows that come out, as in `datasets`: the first block runs as it is, and each later block
-with the features of the first. So results are equal to those of one pass over all rows, whatever a block
-alone would have looked like.
+The result of a block follows from its rows, the operator, and the features of the step's result. The features
+are decided by the first rows that come out, as in `datasets`: the first block runs as it is, and each later
+block with the features of the first. So results are equal to those of one pass over all rows, whatever a
+block alone would have looked like.
 
 A block's result is kept as soon as it is there. So a run that ends early leaves all its blocks but those in
 flight, and the next run goes on after them.
@@ -62,7 +62,8 @@ from castore.keys.encoder import key
 from castore.store import Store
 
 _VERSION = 1
-# One block in so many rows may be unlike the others; so much of a step says how large its result will be.
+# One block in so many rows may be unlike the others; so much of a step suffices to estimate the size of its
+# result.
 _SHOWS_SIZE = 1 / 20
 
 Release: TypeAlias = Callable[[], None]

@@ -1,7 +1,7 @@
 """A step that can run block by block, and its run on one block: in this process, or in a worker.
 
 A block's result is what one pass over all rows gives for the block's rows. Where it cannot be,
-`NotInBlocksError` says why. Knows neither stores nor keys: those are `block_runner`'s.
+`NotInBlocksError` has the reason. Uses neither stores nor keys: those are `block_runner`'s.
 
 Must never take an operator's own exception for such a reason.
 """
@@ -86,7 +86,7 @@ class BlockStep(NamedTuple):
 
 
 def can_cut(dataset: datasets.Dataset) -> bool:
-    """Whether a dataset is large enough for blocks, and its rows say all that a step gets to see.
+    """Whether a dataset is large enough for blocks, and its rows are all that a step gets to see.
 
     Rows of images may name files, which count too. A search index sees all rows. In Arrow's and pandas'
     formats a function sees how rows that were picked lie in memory.

@@ -5,7 +5,7 @@ is a run of calls of the function, one after the other, and counts by the first 
 `CALLS_FOLDER`/<key> holds the digest of each call's arguments, and what the call returned. A pass looks a
 block up when its first row arrives, and then compares row by row. A row that is not the next one ends the
 block there, and is looked up as the first row of another. So no row waits for the rows behind it, and a block
-may end anywhere: after a row whose digest says so, which is the same row in every pass; where a shard ends;
+may end anywhere: after a row with a certain digest, which is the same row in every pass; where a shard ends;
 where the pass was broken off; and where the function has worked for some seconds, which a kill would lose.
 
 Must never give the result of a call whose arguments differ, nor keep one that would not come back exactly.

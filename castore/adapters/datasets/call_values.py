@@ -1,9 +1,9 @@
-"""Arguments and results of a stream's function as bytes. Arguments tell calls apart; results come back
+"""Arguments and results of a stream's function as bytes. Arguments distinguish calls; results come back
 exactly.
 
 Rows of a stream are Python values, and `datasets` hands on what a function returns as it is: no type of Arrow
 is forced on a value here. A call without exact bytes is an error, and the caller runs it without keeping it.
-Tables of Arrow, pandas and polars are told apart by their columns, however they are chunked.
+Tables of Arrow, pandas and polars differ by their columns, however they are chunked.
 
 Must never take a result for a call's whole effect where the function has also changed what it was given.
 """
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
     """The arguments of a call.
 
     Attributes:
-        data: bytes that tell them from all others.
+        data: bytes that distinguish them from all others.
         size: bytes of the values.
         is_fixed: whether a call can change nothing inside them that `datasets` would see.
     """

@@ -1,14 +1,14 @@
 """Cuts rows into blocks, by content or by position: where blocks end, and nothing of what is done with them.
 
-By content, a block ends after a row whose own bytes say so. A change of rows therefore moves the ends of the
-blocks that they lie in, and no others: content-defined chunking, as in LBFS (Muthitacharoen et al., 2001),
-over rows in place of bytes. Behind the target an end is eight times as likely as before it, which keeps sizes
-near the target, as in FastCDC (Xia et al., 2016). The test of a row is cheap: the lengths of its values, and
-the first bytes of each, read from Arrow's buffers for all rows at once. By position, a block ends after a
-whole number of batches from the first row.
+By content, a row's own bytes decide whether a block ends after it. A change of rows therefore moves the ends
+of the blocks that they lie in, and no others: content-defined chunking, as in LBFS (Muthitacharoen et al.,
+2001), over rows in place of bytes. Behind the target an end is eight times as likely as before it, which
+keeps sizes near the target, as in FastCDC (Xia et al., 2016). The test of a row is cheap: the lengths of its
+values, and the first bytes of each, read from Arrow's buffers for all rows at once. By position, a block ends
+after a whole number of batches from the first row.
 
 Sizes are integers, so the ends do not depend on how Arrow has chunked the rows. Two rows that are equal for
-this test and differ otherwise are no harm: a block's digest tells blocks apart, not its place.
+this test and differ otherwise are no harm: a block's digest identifies it, not its place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Datasets as entries of a store: puts one in a single commit, and finds one as it was at one moment.
 
 A dataset ``name`` is the entries ``name/state.json``, ``name/dataset_info.json`` and ``name/data-….arrow``. A
-dictionary of datasets has ``name/dataset_dict.json`` and below it a dataset for each split. This is the
-layout of `save_to_disk`, so `datasets.load_from_disk` reads the same through a mount.
+dictionary of datasets has ``name/dataset_dict.json`` and below it a dataset for each split. These entries
+have the layout of `save_to_disk`, so `datasets.load_from_disk` reads the same through a mount.
 
 Must never show files of two puts as one dataset: all files are committed together, and read again if a name
 changed during the lookup.

@@ -3,8 +3,8 @@
 For datasets kept a short while: the files become raw objects of the store by hard links, so they take space
 once. A dataset that consists of whole files has the layout of `save_to_disk`. A dataset that is a part of its
 files (rows that a filter left, columns without hashes) has ``_parts`` in its state in the place of
-``_data_files``: programs that do not know parts must fail to open it, rather than show rows that are not in
-it.
+``_data_files``: programs that do not support parts must fail to open it, rather than show rows that are not
+in it.
 
 Must never link a user's file, since the user may write to it: only files that `scratch` named, and objects.
 """
@@ -43,7 +43,7 @@ from castore.write.staging import LargeBlob, Staged
 from castore.write.writer import open_source
 
 _PARTS, _INDICES = "_parts", "indices.arrow"
-# Operations on a table after which the file still has all of its rows and columns. The features say which
+# Operations on a table after which the file still has all of its rows and columns. The features decide which
 # columns the dataset shows; a deduplicator that found nothing leaves a slice.
 _ALLOWED_OPERATIONS = frozenset({"replace_schema_metadata", "drop", "select", "remove_column", "slice"})
 # Another file system, or one without links; another user's file; too many links.

@@ -1,4 +1,4 @@
-"""Recognises Data-Juicer's operators by their classes, and knows the columns that they expect in a dataset.
+"""Recognises Data-Juicer's operators by their classes, and has the columns that they expect in a dataset.
 
 An object can only be an operator of Data-Juicer's after the library was imported. Must never import the
 library.

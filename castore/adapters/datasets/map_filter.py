@@ -87,7 +87,7 @@ def cached_map(
             iterable dataset, the latter is raised by the iteration.
 
     Warns:
-        CacheWarning: (while a stream is iterated) results are not kept; the message says why.
+        CacheWarning: (while a stream is iterated) results are not kept; the message has the reason.
     """
     return _run_cached("map", dataset, function, store, fingerprint, codec, rowwise, map_kwargs)
 
@@ -200,7 +200,7 @@ def _in_blocks(
     if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset):
         return None
     if num_proc < 1:
-        return None  # `map` says what is wrong
+        return None  # `map` raises the error
     is_numbered = arguments["with_indices"]
     if (is_numbered and inspect.iscoroutinefunction(function)) or (arguments["with_rank"] and num_proc > 1):
         return None

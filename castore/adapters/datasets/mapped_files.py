@@ -1,8 +1,8 @@
 """A blob's bytes as a file that processes can map: a raw object, a live mount's file, or a copy made once.
 
 A materialised copy is a raw object of the store with the same bytes and a few more at the end, which readers
-of Arrow streams ignore. It is an entry like any other under `COPIES_FOLDER`, so gc bounds the copies; mapped
-bytes live until they are unmapped. Every object is checked before it is mapped: see
+of Arrow streams ignore. A copy is an entry like any other under `COPIES_FOLDER`, so gc bounds the copies;
+mapped bytes live until they are unmapped. Every object is checked before it is mapped: see
 `castore.adapters.mapped_check`.
 
 Callers get paths through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset

@@ -329,7 +329,7 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
 
 
 def _known_size(store: Store, step: PlannedStep, at_once: int | None) -> disk_space.KnownSize:
-    """The sizes of a step's kept result. Runs with other parameters or other rows say nothing of them."""
+    """The sizes of a step's kept result. Runs with other parameters or other rows do not show them."""
     if dataset_entries.metadata_of(store, step.name) is None:
         return disk_space.KnownSize(step.step.kind, at_once=at_once)
     size = dataset_entries.size_of(store, step.name)

@@ -1,8 +1,8 @@
-"""The input of a step as blocks: their rows, and what tells them apart from all other rows.
+"""The input of a step as blocks: their rows, and the digits that distinguish the rows from all others.
 
-Files of a kept dataset that are about as large as a block are blocks as they are. Their digests are known, so
-nothing is read to find out whether a result is there: the blocks of one step's result are the blocks of the
-next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
+Files of a kept dataset that are about as large as a block are blocks as they are. The digests of such files
+are known, so nothing is read to find out whether a result is there: the blocks of one step's result are the
+blocks of the next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
 
 Must never hold more rows than those of two blocks, and those that are being read.
 """
@@ -34,7 +34,7 @@ class SourceBlock(NamedTuple):
     """A block of a step's input.
 
     Attributes:
-        digest: hexadecimal digits that tell its rows from all others.
+        digest: hexadecimal digits that distinguish its rows from all others.
         read: returns the rows.
     """
 
@@ -104,7 +104,7 @@ def are_blocks(sizes: Sequence[int]) -> bool:
 
 
 def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
-    """Files as blocks. A small file ends a block if its digest says so, so what follows a change stays."""
+    """Files as blocks. A digest decides whether a small file ends a block, so blocks after a change stay."""
     group: list[_File] = []
     size, is_first = 0, True
     for number, file in enumerate(files, start=1):

@@ -92,7 +92,7 @@ def dataset_of_key(key: str, load: Callable[[], datasets.Dataset]) -> datasets.D
 
 
 def input_of_units(key: str, found: Units, store: Store, load: Callable[[], datasets.Dataset]) -> LazyDataset:
-    """The dataset of a key that has units, for explanations: it tells which of them are kept."""
+    """The dataset of a key that has units, for explanations: it shows which of them are kept."""
     info = datasets.DatasetInfo(features=found.features)
     dataset = LazyDataset(info, found.split, fingerprint_of_key(key), None, None, load)
     dataset.pieces = pieces_of(store, found)
@@ -107,7 +107,7 @@ def last_input_keys(store: Store, pipeline: str) -> list[str]:
 
 
 def with_files(explanations: list[Explanation], changes: FileChanges) -> list[Explanation]:
-    """The explanations, with how the files of the input have changed, where the first step tells of that."""
+    """The explanations, with how the files of the input have changed, where the first step reports that."""
     if not explanations or INPUT_CHANGED not in explanations[0].changes:
         return explanations
     told = [str(changes) if change == INPUT_CHANGED else change for change in explanations[0].changes]

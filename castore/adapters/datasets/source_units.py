@@ -1,13 +1,13 @@
 """The input of a pipeline from files that are read one by one: each once, ever.
 
-A unit is a file, or some small neighbouring files. Its rows are cut into blocks by content, each an Arrow
-file and the entry `BLOCKS_FOLDER`/<its digest>; the entry `UNITS_FOLDER`/<key> lists them. The input as a
-step names the blocks of all units once more, as the files of its folder: they take their space once. So a new
-file costs itself, a file that is renamed or moved costs nothing, and the steps behind find the blocks of all
-files that have stayed.
+A unit is a file, or some small neighbouring files. The rows of a unit are cut into blocks by content, each an
+Arrow file and the entry `BLOCKS_FOLDER`/<its digest>; the entry `UNITS_FOLDER`/<key> lists them. The input as
+a step names the blocks of all units once more, as the files of its folder: they take their space once. So a
+new file costs itself, a file that is renamed or moved costs nothing, and the steps behind find the blocks of
+all files that have stayed.
 
-For code that knows how to read its files, and what tells them apart (`castore.recipes`). Must never keep a
-unit before all of its rows are written.
+For code that can read its files, and can distinguish them (`castore.recipes`). Must never keep a unit before
+all of its rows are written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ATTEMPTS = 3
 # For so long a unit is not tried again that could not be read by itself.
 _REMEMBERED_SECONDS = 30 * 86400.0
 _SMALLEST_TABLE = 1 << 20
-# So much of an input says how large the rest will be.
+# So much of an input suffices to estimate the size of the rest.
 _SHOWS_SIZE = 1 / 20
 
 

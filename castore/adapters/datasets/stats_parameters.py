@@ -1,10 +1,11 @@
 """Removes from a filter the parameters that `compute_stats` never reads, for the key of its statistics.
 
 Only `process` reads a threshold, so statistics that were measured once serve every threshold. A method's
-instructions show which attributes it reads, and the methods that it calls on ``self`` are followed. That is
-sound as long as ``self`` is used for nothing but reading its attributes by name. All of the operator counts
-wherever ``self`` is used otherwise (passed on, kept in a closure, written to, inspected), and wherever a
-class decides for itself how it is read or pickled. Must never leave out a parameter that could be read.
+instructions show which attributes it reads, and the methods that it calls on ``self`` are followed. This
+reading is sound as long as ``self`` is used for nothing but reading its attributes by name. All of the
+operator counts wherever ``self`` is used otherwise (passed on, kept in a closure, written to, inspected), and
+wherever a class decides for itself how it is read or pickled. Must never leave out a parameter that could be
+read.
 """
 
 from __future__ import annotations

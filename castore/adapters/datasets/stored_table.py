@@ -2,7 +2,7 @@
 
 A lazy table holds its objects open, so it stays readable after gc removed them. Frames are checked as they
 are decoded; whole objects are checked when they are opened (`mapped_check`), while a damaged result can still
-be computed again. Assumes nothing of the files as a whole: `dataset_entries` knows that.
+be computed again. Assumes nothing of the files as a whole, unlike `dataset_entries`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A trainable or random encoder is refused, by name.
 
-The check reads parameters, and modules that behave differently in training. It cannot see dropout that is
-called as a function: `refuse_random_numbers` notices that when it draws random numbers.
+The check reads parameters, and modules that behave differently in training. The check cannot see dropout that
+is called as a function: `refuse_random_numbers` notices such dropout when it draws random numbers.
 """
 
 from __future__ import annotations

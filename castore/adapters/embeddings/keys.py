@@ -1,7 +1,7 @@
 """Keys: stand in a batch for features whose embeddings are cached.
 
 A row of Keys is an item, a column an encoder. The number is the place of the embedding in that encoder's
-tables. Keys are a class of their own, because features may be int64 tensors too. They move like a tensor
+tables. Keys are a class of their own, because features may be int64 tensors too. Keys move like a tensor
 (devices, pinned memory, workers, slices, concatenation) and refuse every computation: row numbers mean
 nothing to a layer. Must never be made of anything but int64.
 """

@@ -1,9 +1,10 @@
 """The layout of a table of embeddings in a store: columns, shards, and the manifest that lists the shards.
 
-A column is a long array. Its rows are spread over files, one a shard, each a ``.npy`` whose elements begin at
-a page boundary. Row numbers are addresses: a shard keeps its numbers as long as the table lives, no number is
-given out twice, and there may be gaps. Elements of ragged leaves have numbers of their own. A *space* is one
-such numbering, and space 0 is that of the items. The layout is specified in docs/format.md.
+A column is a long array. The rows of a column are spread over files, one a shard, each a ``.npy`` whose
+elements begin at a page boundary. Row numbers are addresses: a shard keeps its numbers as long as the table
+lives, no number is given out twice, and there may be gaps. Elements of ragged leaves have numbers of their
+own. A *space* is one such numbering, and space 0 is that of the items. The layout is specified in
+docs/format.md.
 """
 
 from __future__ import annotations

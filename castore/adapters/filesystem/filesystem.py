@@ -61,7 +61,8 @@ class _StoreResolver(type(AbstractFileSystem)):  # type: ignore[misc]  # fsspec 
         return super().__call__(store=str(store_folder(store)), **options)
 
 
-class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]  # fsspec has no types
+# fsspec has no types.
+class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: ignore[misc]
     """A store as a file system of fsspec: ``castore://NAME``.
 
     Files are read in any order, and only the frames that are read are decoded. A written file appears whole
@@ -196,8 +197,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def _names_in(self, folder: str) -> tuple[list[str], list[str]]:
         """The names of the files and of the folders directly in a folder, also of damaged files.
 
-        `Store.children` leaves those out. A data set without them would be smaller, and no error would say
-        so. The names below each inner folder are skipped, however many they are.
+        `Store.children` leaves those out. A data set without them would be smaller, without any error. The
+        names below each inner folder are skipped, however many they are.
         """
         tree, now = self.store.tree, time.time()
         start = f"{folder}/" if folder else ""
@@ -383,7 +384,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
                 data = self.store.get(path)
             if data is not None:
                 return data
-            # `get` gives None for damage, too, and the file says which.
+            # `get` gives None for damage, too; opening the file shows which.
         self._check_is_file(path)
         with ReadFile(self, path) as file:
             return _read_range(file, start, end)

@@ -1,7 +1,7 @@
 """BiLevelCachedDataset: keeps the samples of any map-style dataset in shared memory and on the local disk.
 
-The wrapper searches memory first, then the disk. It reads a missing sample from the dataset, packs it, and
-offers the record to the levels. The class and its arguments are BiLevelCache's (Jay Rothenberger).
+The wrapper searches memory first, then the disk. The wrapper reads a missing sample from the dataset, packs
+it, and offers the record to the levels. The class and its arguments are BiLevelCache's (Jay Rothenberger).
 `TwoLevels` decides where records lie, `Policy` which of them stay. Assumes that the dataset returns the same
 sample for the same index every time: random transforms belong behind this wrapper. Must never remove the
 folder it was given.

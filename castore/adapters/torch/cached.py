@@ -1,9 +1,9 @@
 """CachedDataset: the simple wrapper, which keeps each sample of a dataset as an entry of a store.
 
-The wrapper searches the store first. It reads a missing sample from the dataset, packs it, and puts it. Entry
-names consist of the dataset's fingerprint and the index. So a second run and another process start warm, and
-another version of the data starts anew. A mount shows each sample as a safetensors file. The store's settings
-bound its size and expire entries.
+The wrapper searches the store first. The wrapper reads a missing sample from the dataset, packs it, and puts
+it. Entry names consist of the dataset's fingerprint and the index. So a second run and another process start
+warm, and another version of the data starts anew. A mount shows each sample as a safetensors file. The
+store's settings bound its size and expire entries.
 
 Assumes that the dataset returns the same sample for the same index every time: random transforms belong
 behind this wrapper. An unreadable entry is read from the dataset again, and replaced.
@@ -35,7 +35,7 @@ class CachedDataset(CachingWrapper):
             ``dataset``: its class's code, its parameters, its files.
 
     Raises:
-        UnhashableError: the dataset has no fingerprint; the message says which part of it. Pass ``key``.
+        UnhashableError: the dataset has no fingerprint; the message names the part. Pass ``key``.
         StoreError: the folder cannot be used.
 
     >>> import tempfile, torch

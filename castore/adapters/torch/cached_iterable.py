@@ -42,11 +42,11 @@ class CachedIterableDataset(IterableDataset[Any]):
             every worker would fill its own.
         key: what identifies the function: a name, or a config for `castore.key`. By default its fingerprint:
             its code, its parameters.
-        item_key: a function of an item that returns what tells it from all others. By default the whole item
-            counts, and of files that it names by paths the size and the time of change.
+        item_key: a function of an item that returns what distinguishes it from all others. By default the
+            whole item counts, and of files that it names by paths the size and the time of change.
 
     Raises:
-        UnhashableError: ``transform`` has no fingerprint; the message says which part of it. Pass ``key``.
+        UnhashableError: ``transform`` has no fingerprint; the message names the part. Pass ``key``.
         StoreError: the folder cannot be used.
 
     >>> import tempfile

@@ -2,10 +2,10 @@
 returns.
 
 The scan covers attributes, elements of lists and dicts, and what functions hold, one object below the other.
-It compares objects by identity, and tensors by torch's version counter. A module counts by its mode and the
-version counters of all its weights and buffers. Arrays and long lists and dicts count by a sample of their
-elements, and objects with ``__castore_key__`` by the value it returns. A difference is a change if the value
-before and the value now encode differently.
+The scan compares objects by identity, and tensors by torch's version counter. A module counts by its mode and
+the version counters of all its weights and buffers. Arrays and long lists and dicts count by a sample of
+their elements, and objects with ``__castore_key__`` by the value it returns. A difference is a change if the
+value before and the value now encode differently.
 
 The dataset may change itself while it is read: after each read the scan is repeated. Attributes that the
 dataset's reading methods assign or write to are skipped. A difference that appears while another thread reads
@@ -364,7 +364,8 @@ def _kind_of(cls: type) -> str:
         return "list"
     if issubclass(cls, _PLAIN) or SHARED.of(cls) is not None:
         return "plain"
-    # Objects that a library reduces in its own way have attributes that say nothing: loggers, pandas indices.
+    # Objects that a library reduces in its own way have attributes that show nothing: loggers, pandas
+    # indices.
     reducing = next(
         (base for base in cls.__mro__[:-1] if {"__reduce__", "__reduce_ex__"} & {*vars(base)}), None
     )

@@ -219,7 +219,7 @@ _TEXTS = Table(
 
 
 def _mapped(encoder: Encoder, value: Any) -> Iterator[Any]:
-    # A view of a memory map does not say which part of the file it shows.
+    # A view of a memory map has no record of the part of the file that it shows.
     if not isinstance(value.base, mmap.mmap) or value.filename is None:
         yield from ("mapped", encoder.part(np.asarray(value)))
         return

@@ -2,7 +2,7 @@
 
 Both levels count their answers, and both ask one `Policy` which sample gives way. A level without room and
 without a victim refuses the record and keeps what it has: no sample is ever evicted for a sample that is used
-no more than others. Neither level knows the content of a record, nor the other level.
+no more than others. Neither level depends on the content of a record, nor on the other level.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def unpack(record: bytes | bytearray | memoryview) -> Any:
 
     Raises:
         CorruptError: the bytes are no record, or only a part of one.
-        SerializationError: the record holds a type that this process lacks; the message says what to import.
+        SerializationError: the record holds a type that this process lacks; the message names the import.
     """
     if type(record) is not bytearray:
         record = _private(record)

@@ -139,7 +139,7 @@ def check_least(step: Step, least: int, rooms: Sequence[int] | None) -> None:
         rooms: the bytes to which each shard was cut.
 
     Raises:
-        InvalidValueError: a shard is smaller; the message says why.
+        InvalidValueError: a shard is smaller; the message has the reason.
     """
     shard = min(range(len(step.kept)), key=step.kept.__getitem__)
     size, kept = step.sizes[shard], step.kept[shard]

@@ -1,7 +1,7 @@
 """Storage of a shared cache's tensors: columns if all samples have one shape, otherwise records in extents.
 
-Both storages read without a lock and hand out copies; the slot's word, read before and after, tells whether a
-copy is whole. Both are written under the arena's lock. Must never hand out memory that others see.
+Both storages read without a lock and hand out copies; the slot's word, read before and after, shows whether a
+copy is whole. Both storages are written under the arena's lock. Must never hand out memory that others see.
 
 NumPy copies the bytes, not torch: torch's threads do not survive a fork, so that a child process would wait
 for them for ever, maybe with the lock held. On busy cores a copy by torch also waits for the slowest of its

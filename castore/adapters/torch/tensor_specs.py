@@ -1,8 +1,8 @@
 """The structure of samples in shared memory: one tensor, or a tuple or dict of tensors, with the expected
 shapes.
 
-A *part* is one tensor of a sample. Its dimensions are numbers, or None where they may differ from sample to
-sample. Must never let a sample through that would come back as another shape or dtype.
+A *part* is one tensor of a sample. The dimensions of a part are numbers, or None where they may differ from
+sample to sample. Must never let a sample through that would come back as another shape or dtype.
 """
 
 from __future__ import annotations

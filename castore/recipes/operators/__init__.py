@@ -1,7 +1,7 @@
 """Operators that clean, select and deduplicate texts in any language, without models and downloads.
 
-They have the names, parameters, statistics and methods (`process`, `compute_stats`, `compute_hash`) of
-Data-Juicer's operators, in castore's own code. So Data-Juicer's recipes run here, and these operators run
+The operators have the names, parameters, statistics and methods (`process`, `compute_stats`, `compute_hash`)
+of Data-Juicer's operators, in castore's own code. So Data-Juicer's recipes run here, and these operators run
 there. Each module is one family. `castore.recipes.registry` finds operators by name, and imports a family at
 its first use.
 

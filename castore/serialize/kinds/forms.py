@@ -1,4 +1,4 @@
-"""What all kinds share: `Form`, `Kind`, the error for a value that cannot be stored, and checks of parts.
+"""The base of all kinds: `Form`, `Kind`, the error for a value that cannot be stored, and checks of parts.
 
 Must never: know a particular kind, or import a library that a kind is about.
 """

@@ -1,8 +1,8 @@
 """A program that runs steps in small blocks, each time in a child of its own that tests may kill.
 
 It reads one job a line, in JSON, forks a child for it, and prints the child's process id, then the status
-that the child ended with. So a kill costs no start of Python. The child writes one byte for each row that runs,
-whatever process runs it, and what it made of all rows.
+that the child ended with. So a kill costs no start of Python. The child writes one byte for each row that
+runs, whatever process runs it, and what it made of all rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def one_step(data: datasets.Dataset, store: Store, num_proc: int) -> datasets.Da
 
 
 def plainly(what: str) -> datasets.Dataset:
-    """What `datasets` alone makes of it."""
+    """The result of `datasets` alone."""
     data, short = texts().map(longer), Short()
     if what == "one_step":
         return data

@@ -1,5 +1,5 @@
-"""Streams for tests: sources, functions that note each row they run on, and pipelines of plain `datasets` that
-are built with or without kept calls.
+"""Streams for tests: sources, functions that note each row they run on, and pipelines of plain `datasets`
+that are built with or without kept calls.
 """
 
 from __future__ import annotations

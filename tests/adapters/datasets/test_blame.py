@@ -1,4 +1,4 @@
-"""`Pipeline.blame`: rows of results lead back to the rows that they were made of, and no further than is sure."""
+"""`Pipeline.blame`: rows of results lead back to the rows they were made of, and no further than is sure."""
 
 from __future__ import annotations
 

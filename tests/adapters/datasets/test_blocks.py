@@ -151,8 +151,8 @@ class Edits(RuleBasedStateMachine):
         self.store = Store(f"{self.folder.name}/store", memory=0)
         self.next = 0
         self.rows: list[dict[str, Any]] = []
-        #: What must be in the store: for each step, blocks by their digests, the features of the result and,
-        #: where it counts, the number of the first row.
+        #: The blocks that must be in the store: for each step, by their digests, the features of the result
+        #: and, where it counts, the number of the first row.
         self.known: set[tuple[Any, ...]] = set()
         self.append(rows)
 

@@ -87,7 +87,7 @@ def jobs(tmp_path: Path, warm_datasets: WarmPython) -> Iterator[Callable[[], Job
 
 
 def wanted(what: str) -> Any:
-    """What plain `datasets` gives."""
+    """The result of plain `datasets`."""
     blocks_job.Ran.file, before = os.open(os.devnull, os.O_WRONLY), blocks_job.Ran.file
     try:
         return json.loads(json.dumps(told(blocks_job.plainly(what))))
@@ -97,7 +97,7 @@ def wanted(what: str) -> Any:
 
 
 def until(happened: Callable[[], Any]) -> Any:
-    """What it returns, as soon as that is true."""
+    """The first true value that a function returns."""
     while not (found := happened()):
         time.sleep(0.001)
     return found

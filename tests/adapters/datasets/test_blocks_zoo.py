@@ -415,12 +415,12 @@ class Case(NamedTuple):
     reuses: bool = True
 
     def plain(self, data: datasets.Dataset, **more: Any) -> Any:
-        """What `datasets` gives."""
+        """The result of `datasets`."""
         with loops_closed(self.function) as function:
             return getattr(data, "filter" if self.is_filter else "map")(function, **self.options, **more)
 
     def cached(self, data: datasets.Dataset, store: Store, **more: Any) -> Any:
-        """What castore gives."""
+        """The result of castore."""
         step = cached_filter if self.is_filter else cached_map
         return step(data, self.function, store=store, **self.options, **more)
 
@@ -904,7 +904,7 @@ def large_rows(count: int, first: int = 0) -> datasets.Dataset:
 
 
 def test_a_filter_of_few_large_rows_has_several_blocks(store: Store) -> None:
-    """`datasets` writes 1,000 rows at a time, from which a map's types follow; a filter's are known before."""
+    """`datasets` writes 1,000 rows at a time, which decide a map's types; a filter's are known before."""
     data = large_rows(300)
     cached_filter(data, is_even, store=store)
     assert ran.rows == 300

@@ -62,7 +62,9 @@ _VALUES: dict[str, tuple[pa.DataType, Callable[[random.Random], Any]]] = {
     "no type": (pa.null(), lambda chance: None),
     "lists": (
         pa.list_(pa.int32()),
-        lambda chance: _maybe(chance, [_maybe(chance, chance.randrange(9)) for _ in range(chance.randrange(30))]),
+        lambda chance: _maybe(
+            chance, [_maybe(chance, chance.randrange(9)) for _ in range(chance.randrange(30))]
+        ),
     ),
     "large lists of texts": (
         pa.large_list(pa.string()),
@@ -83,7 +85,11 @@ _VALUES: dict[str, tuple[pa.DataType, Callable[[random.Random], Any]]] = {
     "structs": (
         pa.struct({"a": pa.int64(), "b": pa.struct({"c": pa.string(), "d": pa.list_(pa.bool_())})}),
         lambda chance: _maybe(
-            chance, {"a": chance.randrange(99), "b": _maybe(chance, {"c": _text(chance, 50), "d": [True, None]})}
+            chance,
+            {
+                "a": chance.randrange(99),
+                "b": _maybe(chance, {"c": _text(chance, 50), "d": [True, None]}),
+            },
         ),
     ),
     "lists of structs": (

@@ -76,8 +76,8 @@ def rows_of(dataset: Any) -> list[Any]:
     return [told(row) for row in dataset]
 
 
-#: How a step gets its rows, and from which source, are two questions: of the longer pipelines, each is run over one
-#: of the sources, and `make torture` runs it over the other one.
+#: How a step gets its rows, and from which source, are two questions: of the longer pipelines, each is run
+#: over one of the sources, and `make torture` runs it over the other one.
 _OTHER_SOURCES = {*zip(PIPELINES, itertools.cycle(SOURCES))}
 
 
@@ -556,8 +556,8 @@ def test_a_stream_can_be_put_into_the_store_that_keeps_its_calls(store: Store) -
     assert ran() == ROWS
 
 
-# The program that fails is forked off with all imports of the next one, those of a first stream too, and ends as
-# each program does.
+# The program that fails is forked off with all imports of the next one, those of a first stream too, and ends
+# as each program does.
 _SCRIPT = """
 import ctypes, datasets, os, sys
 from castore import Store
@@ -572,7 +572,8 @@ fails = os.fork() == 0
 if not fails:
     print("ended", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 store = Store(sys.argv[1])
-rows = cached_map(datasets.Dataset.from_dict({"number": list(range(9))}).to_iterable_dataset(), f, store=store)
+numbers = datasets.Dataset.from_dict({"number": list(range(9))})
+rows = cached_map(numbers.to_iterable_dataset(), f, store=store)
 stream = iter(rows)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(stream))  # held to the end, as by an extension module
 for number, row in enumerate(stream):

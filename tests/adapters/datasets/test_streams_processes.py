@@ -121,7 +121,8 @@ def test_workers_of_a_loader_that_is_broken_off_leave_their_rows(store: Store, n
 @pytest.mark.usefixtures("_small_blocks")
 def test_a_killed_worker_loses_a_block_at_most(store: Store, notes: Notes) -> None:
     notes.kill = 401
-    # In a process of its own: PyTorch raises the error once more at each later signal of a child's end, anywhere.
+    # In a process of its own: PyTorch raises the error once more at each later signal of a child's end,
+    # anywhere.
     loader = DataLoader(kept(store, notes), batch_size=7, num_workers=2)
     child = multiprocessing.get_context("fork").Process(target=told, args=(loader,))
     child.start()

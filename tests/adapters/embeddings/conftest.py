@@ -1,4 +1,4 @@
-"""What holds for all tests on embeddings."""
+"""Fixtures of all tests on embeddings."""
 
 from __future__ import annotations
 

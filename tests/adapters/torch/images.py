@@ -1,4 +1,4 @@
-"""What the tests of SharedCache keep in it."""
+"""The samples that the tests of SharedCache keep in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the two levels keep in them: records that tell their index."""
+"""The samples that the tests of the two levels keep in them: records that contain their index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of lazy shards share: samples that tell their index, and the places in a job."""
+"""Parts that the tests of lazy shards share: samples that contain their index, and the places in a job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Numbers(Dataset[tuple[torch.Tensor, int]]):
 
 
 def indices_of(dataset: LazyShardDataset) -> list[int]:
-    """What the samples themselves say."""
+    """The indices that the samples themselves contain."""
     return [index for _, index in dataset]
 
 

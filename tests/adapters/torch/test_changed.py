@@ -329,7 +329,7 @@ def test_what_a_dataset_remembers_is_its_own_business(wrap: Callable[..., Any], 
 
 
 class Kept(Remembering):
-    """What it writes to without its code's saying so stays as it is."""
+    """Leaves alone the attributes that `Remembering` changes without its code's showing it."""
 
     def __getitem__(self, index: int) -> float:
         self.buffer[index % 4] = index

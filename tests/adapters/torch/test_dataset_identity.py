@@ -168,7 +168,7 @@ def test_equal_datasets_have_equal_keys_and_others_others(kind: str) -> None:
 
 
 def test_keys_are_the_same_in_other_processes() -> None:
-    """Whatever the order of sets, and however the dataset came there."""
+    """Neither the order of sets counts nor the way by which the dataset came there."""
     program = (
         "import datasets\n"
         "from tests.adapters.torch.test_dataset_identity import *\n"

@@ -193,7 +193,8 @@ from castore.adapters.torch import LazyShardDataset
 sys.path.insert(0, os.environ["PICTURES"])
 from pictures import Pictures
 
-torch.distributed.init_process_group("gloo", init_method="file://" + os.path.abspath("rendezvous"), rank=0, world_size=1)
+method = "file://" + os.path.abspath("rendezvous")
+torch.distributed.init_process_group("gloo", init_method=method, rank=0, world_size=1)
 
 rank, world_size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
 data = Pictures(48)
@@ -228,7 +229,8 @@ if __name__ == "__main__":
             memory_miss.append(cached_dataset.memory_cache.misses.value - max(memory_miss + [0]))
             memory_hits.append(cached_dataset.memory_cache.hits.value - max(memory_hits + [0]))
 
-    print(len([cached_dataset.memory_cache._values_cache.get(i) for i in range(8) if cached_dataset.memory_cache._values_cache.get(i) is not None]))
+    values = cached_dataset.memory_cache._values_cache
+    print(len([values.get(i) for i in range(8) if values.get(i) is not None]))
 
     with open('out.txt', 'a') as fp:
         fp.writelines(f'\\n{rank} hit' + str(memory_hits) + '\\n')

@@ -1,5 +1,5 @@
-"""What the levels may take, and what happens where there is less: clear errors at the start, one warning
-later.
+"""The space that the levels may take, and the outcome where there is less: clear errors at the start, one
+warning later.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ os.unlink(sys.argv[1] + "/hog")
 levels = TwoLevels(4000, 0, "6MB", sys.argv[1] + "/b", **options)
 with open(sys.argv[1] + "/hog", "wb", buffering=0) as hog:  # somebody else takes the space that was free
     hog.truncate(0)
-    left = os.statvfs(sys.argv[1]); os.posix_fallocate(hog.fileno(), 0, left.f_bavail * left.f_frsize - (1 << 20))
+    left = os.statvfs(sys.argv[1])
+    os.posix_fallocate(hog.fileno(), 0, left.f_bavail * left.f_frsize - (1 << 20))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for epoch in range(2):

@@ -58,8 +58,9 @@ def make(request: pytest.FixtureRequest, drawn: Drawn, tmp_path: Path, no_leftov
 
 
 def _ways() -> Iterator[Any]:
-    """Each way of running workers for each dataset. A spawned worker imports torch for seconds, and gets its dataset
-    pickled as one of a fork server does: here one dataset is spawned, and the others in `make torture`.
+    """Each way of running workers for each dataset. A spawned worker imports torch for seconds, and gets its
+    dataset pickled as one of a fork server does: here one dataset is spawned, and the others in `make
+    torture`.
     """
     for cell in CELL_PARAMS:
         for name in DATASETS:
@@ -69,7 +70,7 @@ def _ways() -> Iterator[Any]:
 
 
 def counts(dataset: Any) -> Any:
-    """What has ``hits`` and ``misses``."""
+    """The object that has ``hits`` and ``misses``."""
     return dataset.cache if isinstance(dataset, LazyShardDataset) else dataset
 
 

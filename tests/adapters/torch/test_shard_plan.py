@@ -30,9 +30,7 @@ rooms = st.lists(st.integers(0, 10**15), min_size=1, max_size=9).filter(lambda g
 def visit(
     n: int, seed: int, epoch: int, history: Sequence[Step], sizes: Sequence[int], taken: int, shuffle: bool
 ) -> tuple[list[int], Step]:
-    """What all shards of one more step visit when each takes `taken` samples, and the step that tells of
-    it.
-    """
+    """The samples that all shards of one more step visit when each takes `taken` of them, and that step."""
     pool = remaining(n, seed, epoch, history, shuffle=shuffle)
     consumed = [min(taken, size) for size in sizes]
     seen: list[int] = []

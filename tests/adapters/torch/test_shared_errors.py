@@ -1,4 +1,4 @@
-"""What SharedCache refuses: each with one clear error, and nothing changed."""
+"""The things that SharedCache refuses: each with one clear error, and nothing changed."""
 
 from __future__ import annotations
 

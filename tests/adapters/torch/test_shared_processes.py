@@ -382,7 +382,7 @@ class _Self:
 
 
 def print_proportional_bytes() -> None:
-    """What a process of its own prints for the test below: with one worker, and with four."""
+    """Print the figures for the test below, in a process of their own: with one worker, and with four."""
     cache = SharedCache("1GB", 1000, (1_000_000,))
     sample = torch.ones(1_000_000, dtype=torch.uint8)
     for index in range(1000):

@@ -154,7 +154,7 @@ def test_ragged_samples_beyond_the_limit_are_left_out_and_the_rest_stays(
         cache.set_slot(19, torch.zeros(1000, dtype=torch.uint8), allow_oob_idx=False)
     with pytest.raises(FullError, match="sample 19 does not fit"):
         cache[19] = torch.zeros(1000, dtype=torch.uint8)
-    # What replaces a sample and does not fit must not leave the old one in its place.
+    # A new sample that does not fit must not leave the old one in its place.
     cache.set_slot(0, torch.zeros(5000, dtype=torch.uint8), allow_overwrite=True)
     assert cache.get_slot(0) is None
     cache.clear()

@@ -73,7 +73,7 @@ class Job:
         self.arguments = (str(HERE / "lazy_job.py"), json.dumps([self.options]))
 
     def epoch(self, number: int) -> list[int]:
-        """What all ranks visited."""
+        """The samples that all ranks visited."""
         return [i for path in self.out.glob(f"epoch{number}-*.json") for i in json.loads(path.read_text())]
 
     def reads(self) -> Counter[int]:

@@ -101,7 +101,8 @@ def meet():
     while len(list(folder.glob("rank-*"))) < 2:  # a job's ranks do not end before the others begin
         time.sleep(0.01)
 if way == "rooms":
-    cached = LazyShardDataset(data, memory_size=0.001, disk_size=0.001, overflow=0.5, disk_cache_path=folder / "cache")
+    sizes = {"memory_size": 0.001, "disk_size": 0.001, "overflow": 0.5}
+    cached = LazyShardDataset(data, **sizes, disk_cache_path=folder / "cache")
     meet()
     print(cached.cache._capacity, sorted(cached))
 else:

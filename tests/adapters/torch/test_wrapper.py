@@ -1,5 +1,5 @@
-"""What every wrapper keeps to: indices as lists have them, batches, and no attributes that are not its
-own.
+"""The rules that every wrapper keeps: indices as lists have them, batches, and no attributes that are not
+its own.
 """
 
 from __future__ import annotations

@@ -251,7 +251,8 @@ class Seen(Dataset):
 if __name__ == "__main__":
     folder, start = sys.argv[1:]
     with CachedDataset(Scans(), folder + "/cached", key="scans") as cached:
-        with BiLevelCachedDataset(cached, 0, "10MB", folder + "/levels", key="scans", write_through=True) as levels:
+        options = {"key": "scans", "write_through": True}
+        with BiLevelCachedDataset(cached, 0, "10MB", folder + "/levels", **options) as levels:
             loader = DataLoader(Seen(levels), batch_size=None, num_workers=1, multiprocessing_context=start)
             print(list(loader), [Seen(cached)[index] for index in range(4)])
     with Store(folder + "/store") as store:
