@@ -18,11 +18,11 @@ from blake3 import blake3
 from castore.adapters.torch.dataset_identity import ADVICE, RANDOM_ADVICE, key_and_doubts
 from castore.adapters.torch.level_sizes import Size, is_off
 from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
-from castore.adapters.torch.prefill import CachingWrapper
 from castore.adapters.torch.ranks import job_id, read_ranks
 from castore.adapters.torch.samples import MISSING, pack, tell_no_sample, unpack
 from castore.adapters.torch.tiers import TwoLevels, fixed_bytes
 from castore.adapters.torch.unshared_sizes import Apart, sizes_apart
+from castore.adapters.torch.wrapper import DatasetWrapper
 from castore.errors import CorruptError, InvalidValueError, SerializationError, UnhashableError
 from castore.keys.doubts import Doubts, outside
 from castore.keys.encoder import RefusedError
@@ -41,7 +41,7 @@ class BiLevelStats(NamedTuple):
     reads: int
 
 
-class BiLevelCachedDataset(CachingWrapper):
+class BiLevelCachedDataset(DatasetWrapper):
     """A dataset whose samples stay in RAM and on the local disk, shared by all workers and ranks of a node.
 
     A full level keeps the samples it has as long as all samples are used alike (as in epochs, shuffled or

@@ -17,12 +17,12 @@ from typing import Any
 from castore import Store
 from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
 from castore.adapters.torch.hit_counts import HitCounts
-from castore.adapters.torch.prefill import CachingWrapper
 from castore.adapters.torch.samples import MISSING, pack, record_name, tell_no_sample, unpack
+from castore.adapters.torch.wrapper import DatasetWrapper
 from castore.errors import CorruptError, SerializationError
 
 
-class CachedDataset(CachingWrapper):
+class CachedDataset(DatasetWrapper):
     """A dataset whose samples are kept in a store.
 
     Args:

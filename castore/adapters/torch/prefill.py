@@ -9,17 +9,13 @@ that knows which samples it holds. Must never count these reads as uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch.utils.data
 from tqdm.auto import tqdm
 
-from castore.adapters.torch.changes import Changes
 from castore.adapters.torch.ranks import read_ranks
-from castore.adapters.torch.wrapper import DatasetWrapper
-from castore.errors import OutOfRangeError
 
 
 class Fillable(Protocol):
@@ -32,91 +28,6 @@ class Fillable(Protocol):
 
     def _cache(self, indices: list[int]) -> int:
         """Read these samples and keep those that fit; return how many were kept."""
-
-
-Self = TypeVar("Self", bound="CachingWrapper")
-
-
-class CachingWrapper(DatasetWrapper):
-    """A wrapper that keeps samples, can be filled ahead of training, and is closed at the end.
-
-    Args:
-        data: the dataset.
-        key: the user's name or config for the data; None where the fingerprint identifies the data, which
-            then must not change.
-    """
-
-    def __init__(self, data: Any, key: object) -> None:
-        super().__init__(data)
-        self._changes = Changes(data, key is None)
-
-    def _source(self, indices: Sequence[int]) -> list[Any]:
-        """As in DatasetWrapper.
-
-        Raises:
-            InvalidValueError: the dataset has been changed since it was wrapped.
-        """
-        with self._changes.reading():
-            return super()._source(indices)
-
-    def _sample(self, index: int) -> Any:
-        """One sample of the wrapped dataset; see `_source`."""
-        with self._changes.reading():
-            return self._data[index]
-
-    def __len__(self) -> int:
-        self._changes.glance()
-        return super().__len__()
-
-    def __getitem__(self, index: Any) -> Any:
-        try:
-            return super().__getitem__(index)
-        except OutOfRangeError:
-            self._changes.glance()  # raises if the dataset has grown
-            raise
-
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        try:
-            return super().__getitems__(indices)
-        except OutOfRangeError:
-            self._changes.glance()
-            raise
-
-    def _held(self, index: int) -> bool:
-        """Whether the sample is cached."""
-        raise NotImplementedError
-
-    def _cache(self, indices: list[int]) -> int:
-        """Read these samples and keep those that fit; return how many were kept."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Release what is shared with other processes, and the store."""
-        raise NotImplementedError
-
-    def prefetch(self, indices: Iterable[int]) -> int:
-        """Read the uncached of ``indices``, and keep those that fit; return how many were added."""
-        checked = dict.fromkeys(self._index(index) for index in indices)
-        missing = [index for index in checked if not self._held(index)]
-        return self._cache(missing) if missing else 0
-
-    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
-        """Read all samples that are not cached, until there is no more room; return how many were added.
-
-        Args:
-            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
-            batch_size: samples that each process reads at a time.
-            progress: show a bar; None shows one on a terminal.
-        """
-        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def fill(dataset: Fillable, *, num_workers: int, batch_size: int, progress: bool | None) -> int:

@@ -1,7 +1,8 @@
-"""The common base of all wrappers of map-style datasets: length, indices, batches, forwarded attributes.
+"""The common base of wrappers that keep the samples of map-style datasets.
 
-A subclass finds one sample or many; this base adds the protocol of `torch.utils.data`: ``len(d)``, ``d[i]``,
-``d.__getitems__([i, …])`` with order and duplicates kept. Assumes that the wrapped dataset keeps its length.
+A subclass finds one sample or many, and keeps what it is given; this base adds the protocol of
+`torch.utils.data`: ``len(d)``, ``d[i]``, ``d.__getitems__([i, …])`` with order and duplicates kept; filling
+ahead of training; a look whether the wrapped dataset has changed. Assumes that it keeps its length.
 Must never hand out a private or magic attribute of the wrapped dataset as its own: pickle, copy and the
 loaders ask for those.
 """
@@ -9,12 +10,15 @@ loaders ask for those.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from castore.adapters.torch.changes import Changes
+from castore.adapters.torch.prefill import fill
 from castore.errors import InvalidValueError, OutOfRangeError
 
 
@@ -80,19 +84,25 @@ def length_of(data: Any) -> int:
     raise InvalidValueError(f"{type(data)} is no map-style dataset; {advice}")
 
 
+Self = TypeVar("Self", bound="DatasetWrapper")
+
+
 class DatasetWrapper(Dataset[Any]):
-    """A dataset in front of another.
+    """A dataset in front of another, which keeps samples, can be filled ahead of training, and is closed.
 
     Args:
         data: anything with a length and integer indices: a map-style dataset, a list, a NumPy or zarr array.
+        key: the user's name or config for the data; None where the fingerprint identifies the data, which
+            then must not change.
 
     Raises:
         InvalidValueError: the value has no length or no indices.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, key: object) -> None:
         self._data = data
         self._length = length_of(data)
+        self._changes = Changes(data, key is None)
 
     def _one(self, index: int) -> Any:
         """The sample of a checked index."""
@@ -102,34 +112,84 @@ class DatasetWrapper(Dataset[Any]):
         """The samples of checked indices, in their order."""
         raise NotImplementedError
 
+    def _held(self, index: int) -> bool:
+        """Whether the sample is cached."""
+        raise NotImplementedError
+
+    def _cache(self, indices: list[int]) -> int:
+        """Read these samples and keep those that fit; return how many were kept."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what is shared with other processes, and the store."""
+        raise NotImplementedError
+
     def __len__(self) -> int:
+        self._changes.glance()
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        return self._one(check_index(index, self._length))
+        return self._one(self._index(index))
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        length = self._length
-        return self._many([check_index(index, length) for index in indices])
+        return self._many([self._index(index) for index in indices])
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._one, range(self._length))
 
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prefetch(self, indices: Iterable[int]) -> int:
+        """Read the uncached of ``indices``, and keep those that fit; return how many were added."""
+        checked = dict.fromkeys(self._index(index) for index in indices)
+        missing = [index for index in checked if not self._held(index)]
+        return self._cache(missing) if missing else 0
+
+    def fill(self, *, num_workers: int = 0, batch_size: int = 64, progress: bool | None = None) -> int:
+        """Read all samples that are not cached, until there is no more room; return how many were added.
+
+        Args:
+            num_workers: processes that read, as in `torch.utils.data.DataLoader`.
+            batch_size: samples that each process reads at a time.
+            progress: show a bar; None shows one on a terminal.
+        """
+        return fill(self, num_workers=num_workers, batch_size=batch_size, progress=progress)
+
     def _index(self, index: Any) -> int:
-        return check_index(index, self._length)
+        try:
+            return check_index(index, self._length)
+        except OutOfRangeError:
+            self._changes.glance()  # raises if the dataset has grown
+            raise
+
+    def _sample(self, index: int) -> Any:
+        """One sample of the wrapped dataset; see `_source`."""
+        with self._changes.reading():
+            return self._data[index]
 
     def _source(self, indices: Sequence[int]) -> list[Any]:
-        """Samples of the wrapped dataset in the order of ``indices``, read once, in one call if possible."""
+        """Samples of the wrapped dataset in the order of ``indices``, read once, in one call if possible.
+
+        Raises:
+            InvalidValueError: the dataset has been changed since it was wrapped.
+        """
         distinct = list(dict.fromkeys(indices))
         fetch = getattr(self._data, "__getitems__", None)
-        if fetch is None or not distinct:
-            read = [self._data[index] for index in distinct]
-        else:
-            read = list(fetch(distinct))
-            if len(read) != len(distinct):
-                raise InvalidValueError(
-                    f"__getitems__ of {type(self._data)} gave {len(read)} samples for {len(distinct)} indices"
-                )
+        with self._changes.reading():
+            if fetch is None or not distinct:
+                read = [self._data[index] for index in distinct]
+            else:
+                read = list(fetch(distinct))
+        if len(read) != len(distinct):
+            raise InvalidValueError(
+                f"__getitems__ of {type(self._data)} gave {len(read)} samples for {len(distinct)} indices"
+            )
         if len(distinct) == len(indices):
             return read
         samples = dict(zip(distinct, read, strict=True))

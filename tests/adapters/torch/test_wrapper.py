@@ -20,7 +20,10 @@ from castore.errors import OutOfRangeError
 
 
 class Plain(DatasetWrapper):
-    """A wrapper that does nothing."""
+    """A wrapper that keeps nothing."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, "plain")
 
     def _one(self, index: int) -> Any:
         return self._source([index])[0]
