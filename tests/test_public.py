@@ -233,14 +233,15 @@ def test_internals_do_not_show_in_the_help_of_a_store() -> None:
 def test_the_docstring_of_a_store_lists_all_that_is_for_adapters_and_all_that_is_not_public(
     tmp_path: Path,
 ) -> None:
-    text = (Store.__doc__ or "").partition("A part of the interface is for adapters")[2]
+    # Python 3.13 takes the indentation out of docstrings, and `getdoc` does so everywhere.
+    text = (inspect.getdoc(Store) or "").partition("A part of the interface is for adapters")[2]
     for_adapters, _, private = text.partition("\n\n")[0].partition("The attributes")
     public = [name for name in vars(Store) if not name.startswith("_")]
     # In the source too, they stand together at the end.
     assert [*public[public.index("find") :], "tree"] == re.findall(r"``(\w+)``", for_adapters)
     with Store(tmp_path / "store") as store:
         attributes = {name for name in vars(store) if not name.startswith("_")}
-    documented = set(re.findall(r"^        (\w+): ", (Store.__doc__ or "").partition("Attributes:")[2], re.M))
+    documented = set(re.findall(r"^    (\w+): ", text.partition("Attributes:")[2], re.M))
     assert attributes - documented == {*re.findall(r"``(\w+)``", private), "tree"}
 
 
