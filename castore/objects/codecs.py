@@ -1,7 +1,7 @@
 """The codecs: each compresses one independent frame and decompresses it again.
 
 A frame decodes without its neighbours. A frame carries its own length and, except with ``none``, a checksum
-of its content. A frame is an ordinary frame of its format, so stock tools read it. The caller passes the
+of its content. Stock tools read a frame, since its format has nothing of castore's. The caller passes the
 exact size to expect; decoding never allocates more than that, whatever the frame's header claims.
 
 Nothing here uses files, seek tables or the index. To add a codec, add a row to `CODECS`.
