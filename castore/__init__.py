@@ -40,9 +40,8 @@ if TYPE_CHECKING:
     from castore.index.figures import PrefixSize
     from castore.index.places import AwayBlobs
     from castore.keys.encoder import Content, key
-    from castore.objects.codecs import Buffer
     from castore.read.open_blob import OpenBlob
-    from castore.records import Blob, Entry, Found, Mount, Totals
+    from castore.records import Blob, Buffer, Entry, Found, Mount, Totals
     from castore.remote.outcomes import (
         Checked,
         Progress,
@@ -141,7 +140,7 @@ __all__ = [
 _MODULES = {
     "Batch": "write.batch",
     "Blob": "records",
-    "Buffer": "objects.codecs",
+    "Buffer": "records",
     "Collected": "gc.collect",
     "Content": "keys.encoder",
     "Entry": "records",

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from castore.errors import InvalidNameError, InvalidValueError
+
+T = TypeVar("T")
 
 # Linux's NAME_MAX.
 PART_BYTES = 255
@@ -68,14 +71,18 @@ def check_names(names: Iterable[str], of: str) -> Iterator[str]:
     return map(check_name, require_several(names, of))
 
 
-def require_several(names: Iterable[str], of: str) -> Iterator[str]:
-    """`check_names`, for a caller that checks each name by itself."""
-    if isinstance(names, str | bytes):
-        raise InvalidValueError(f"{of} takes several names, not one: write [{names!r}]")
+def require_several(items: Iterable[T], of: str, what: str = "names") -> Iterator[T]:
+    """Several names, or other items, for a caller that checks each by itself.
+
+    Raises:
+        InvalidValueError: it is one text or bytes, or nothing that has several items.
+    """
+    if isinstance(items, str | bytes):
+        raise InvalidValueError(f"{of} takes several {what}, not one: write [{items!r:.80}]")
     try:
-        return iter(names)
+        return iter(items)
     except TypeError:
-        raise InvalidValueError(f"{of} takes several names, not {type(names).__name__}") from None
+        raise InvalidValueError(f"{of} takes several {what}, not {type(items).__name__}") from None
 
 
 def check_known_name(name: str) -> str:

@@ -12,6 +12,8 @@ import xxhash
 
 from castore.errors import InvalidValueError
 
+Buffer = bytes | bytearray | memoryview
+"""Bytes that a put takes."""
 #: `Blob.pack` of a blob whose bytes are a file of their own.
 LOOSE = 0
 #: `Blob.pack` of a blob whose bytes were found damaged or missing: a miss until the same bytes are put again.

@@ -25,14 +25,13 @@ from castore.gc import collect
 from castore.index import mounts, places
 from castore.index.transaction import Write
 from castore.names import check_name, check_names, check_prefix, require_several
-from castore.objects.codecs import Buffer
 from castore.parts import Parts, open_folder, open_parts, share_frames
 from castore.read.blob_file import open_blob
 from castore.read.open_blob import OpenBlob
 from castore.read.origin import BlobAccess, Origin
 from castore.read.source import ATTEMPTS
 from castore.read.tree_reader import TreeReader
-from castore.records import AWAY, LOST, Blob, Entry, Found, Mount, Totals, parse_digest
+from castore.records import AWAY, LOST, Blob, Buffer, Entry, Found, Mount, Totals, parse_digest
 from castore.repair import verify
 from castore.serialize import serializers
 from castore.settings import store_folder
@@ -1364,10 +1363,11 @@ class Store:
         """Remove those of some blobs that no entry names, without the grace period of gc.
 
         Raises:
-            InvalidValueError: one of ``digests`` is no digest.
+            InvalidValueError: ``digests`` are no several digests.
             StoreError: a live mount does not answer.
         """
-        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in digests])
+        several = require_several(digests, "remove_blobs", "digests")
+        collect.remove_blobs(self.parts, [parse_digest(digest) for digest in several])
 
     def count_use(self, name: str) -> None:
         """Count a name as read now, for gc and `stat`. For code that reads the bytes without `get`.

@@ -14,11 +14,11 @@ import zstandard
 
 from castore.errors import CorruptError, DictionaryError, InvalidValueError
 from castore.index.name_ranges import sized_pages, small_digests
-from castore.names import check_prefix
-from castore.objects.codecs import AUTO_CODEC, CODECS, Buffer, check_codec
+from castore.names import check_prefix, require_several
+from castore.objects.codecs import AUTO_CODEC, CODECS, check_codec
 from castore.objects.dictionaries import DICTIONARY_LIMIT, LARGEST, SMALLEST, Dictionary, with_number
 from castore.objects.encode import AUTO_SAVING, encode_small
-from castore.records import Blob
+from castore.records import Blob, Buffer
 from castore.units import format_size, parse_count, parse_size
 from castore.write.open_pack import Vanished
 
@@ -121,7 +121,7 @@ def _take(data: Iterable[bytes], samples: int) -> list[bytes]:
     """The samples of ``data`` to train from: small ones, each once, until there are enough."""
     taken: dict[bytes, None] = {}
     size = 0
-    for sample in data:
+    for sample in require_several(data, "train_dictionary", "samples"):
         if not isinstance(sample, bytes | bytearray | memoryview):
             raise InvalidValueError(
                 f"samples of a dictionary are a list of bytes; one is {type(sample).__name__}"

@@ -176,7 +176,7 @@ def test_the_walk_sees_types_that_are_nested_overloaded_aliased_and_for_checkers
     assert ("castore.gc.collect", "Plan") in in_signature(Store.gc) or sys.version_info < (3, 11)
     assert ("castore.stats", "Stat") in in_signature(Store.stat)
     assert ("castore.records", "Entry") in in_signature(Store.put_many)
-    assert ("castore.objects.codecs", "Buffer") in in_signature(Store.put_many)
+    assert ("castore.records", "Buffer") in in_signature(Store.put_many)
     assert ("castore.remote.remote", "Remote") in in_signature(Store.add_remote)
     assert ("castore.write.incoming", "NewFile") in in_signature(Store.create)
     assert len(dict(members(castore))) > 50

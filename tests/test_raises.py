@@ -177,6 +177,7 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
             lambda s: s.train_dictionary("", size="no"),
             lambda s: s.train_dictionary("", level=99),
             lambda s: s.train_dictionary("", ["text"] * 200),
+            lambda s: s.train_dictionary("", 5),
         ],
     },
     "drop_dictionary": {"InvalidNameError": [lambda s: s.drop_dictionary("..")]},
@@ -221,7 +222,7 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
     "get_blob": {"InvalidValueError": [lambda s: s.get_blob("x")]},
     "bring": {"InvalidValueError": [lambda s: s.bring("x")]},
     "path_of": {"InvalidValueError": [lambda s: s.path_of("x")]},
-    "remove_blobs": {"InvalidValueError": [lambda s: s.remove_blobs(["no"])]},
+    "remove_blobs": {"InvalidValueError": [lambda s: s.remove_blobs(["no"]), lambda s: s.remove_blobs(5)]},
     "count_use": {"InvalidNameError": [lambda s: s.count_use("..")]},
     "has_dictionary": {"InvalidNameError": [lambda s: s.has_dictionary("..")]},
 }
@@ -266,7 +267,7 @@ BATCH: dict[str, dict[str, list[Callable[[Any], object]]]] = {
         "NameConflictError": [lambda b: b.run(lambda: b.put("a", b""))],
         "TooLargeError": [lambda b: b.run(lambda: b.put("c", os.urandom(200_000)))],
         "FullError": [lambda b: b.run(lambda: b.put("c", os.urandom(90_000)))],
-        "InvalidValueError": [lambda b: _ended(b).run(int)],
+        "InvalidValueError": [lambda b: _ended(b).run(int), lambda b: b.run(5)],
         "ZeroDivisionError": [lambda b: b.run(lambda: 1 / 0)],
     },
     "commit": {
@@ -299,7 +300,7 @@ REMOTE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
     "log": {
         "InvalidNameError": [lambda r: r.log("..")],
         "RemoteMissingError": [lambda r: r.log("no"), lambda r: r.log(commit="000000")],
-        "InvalidValueError": [lambda r: r.log(limit=0)],
+        "InvalidValueError": [lambda r: r.log(limit=0), lambda r: r.log(commit=5)],
     },
     "diff": {
         "InvalidNameError": [
@@ -310,6 +311,10 @@ REMOTE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
             lambda r: r.diff(("no", None), ("main", None)),
             lambda r: r.diff(("main", "000000"), ("main", None)),
         ],
+        "InvalidValueError": [
+            lambda r: r.diff("main", ("main", None)),
+            lambda r: r.diff(("main", None), ("main", 5)),
+        ],
     },
     "warm": {
         "InvalidNameError": [lambda r: r.warm(".."), lambda r: r.warm(ref="..")],
@@ -318,7 +323,7 @@ REMOTE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
             lambda r: r.warm(ref="no"),
             lambda r: r.warm(commit="000000"),
         ],
-        "InvalidValueError": [lambda r: r.warm(shard=(1, 1))],
+        "InvalidValueError": [lambda r: r.warm(shard=(1, 1)), lambda r: r.warm(commit=5)],
     },
     "gc": {"InvalidValueError": [lambda r: r.gc(keep_commits=0), lambda r: r.gc(grace=1)]},
 }

@@ -19,13 +19,12 @@ import zstandard
 
 from castore.errors import CorruptError, InvalidValueError
 from castore.objects import lz4blocks
+from castore.records import Buffer
 from castore.units import as_whole
 
 #: Uncompressed bytes in every frame of a blob except its last. Part of the format: see docs/format.md.
 FRAME_SIZE = 256 * 1024
 
-Buffer = bytes | bytearray | memoryview
-"""Bytes that a put takes."""
 #: Returns the decompressor for frames that need the dictionary of this number, or raises CorruptError.
 WithDictionary = Callable[[int], zstandard.ZstdDecompressor]
 # Content_Checksum_flag in a zstd frame's Frame_Header_Descriptor, which is the frame's fifth byte.

@@ -21,8 +21,8 @@ import zstandard
 from blake3 import blake3
 
 from castore.errors import CorruptError, StoreError
-from castore.objects.codecs import Buffer
 from castore.objects.loose import LooseFolder
+from castore.records import Buffer
 from castore.system.io_errors import AT_FAULT
 from castore.system.temporary import open_regular, sync_folder
 

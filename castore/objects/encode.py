@@ -20,9 +20,10 @@ import blake3
 import xxhash
 
 from castore.objects.codec_threads import codec_threads
-from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, Buffer, zstd_compress_many
+from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, zstd_compress_many
 from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
+from castore.records import Buffer
 from castore.system.cpus import usable_cores
 
 #: `auto` keeps the compressed form if it saves at least this share; a smaller saving does not pay for

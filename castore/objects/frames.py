@@ -18,7 +18,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from castore.errors import CorruptError
-from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.codecs import FRAME_SIZE
+from castore.records import Buffer
 
 ReadAt = Callable[[int, int], bytes]
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import xxhash
 
 from castore.errors import CorruptError
-from castore.objects.codecs import CODECS, FRAME_SIZE, Buffer
-from castore.records import HEAD_SIZE, Blob
+from castore.objects.codecs import CODECS, FRAME_SIZE
+from castore.records import HEAD_SIZE, Blob, Buffer
 from castore.system.forks import reset_after_fork
 from castore.system.io_errors import read_around
 from castore.system.temporary import open_regular, open_with_mode

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from castore.objects.codecs import Buffer
+from castore.records import Buffer
 
 #: Bytes that an object which is read whole into memory may have.
 SMALL = 80 << 20

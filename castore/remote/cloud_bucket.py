@@ -29,7 +29,7 @@ from castore.errors import (
     RemoteMissingError,
     RemoteUnreachableError,
 )
-from castore.objects.codecs import Buffer
+from castore.records import Buffer
 from castore.remote.aws_credentials import read_profile
 from castore.remote.bucket import SMALL, Listed, Patience, Versioned, pieces
 from castore.remote.retries import Tries

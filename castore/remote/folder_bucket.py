@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
-from castore.objects.codecs import Buffer
+from castore.records import Buffer
 from castore.remote.bucket import SMALL, Listed, Versioned, pieces
 from castore.system.temporary import open_regular, sync_folder
 

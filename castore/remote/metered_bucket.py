@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from castore.errors import RemoteError, RemoteMissingError
-from castore.objects.codecs import Buffer
 from castore.read.usage import Usage
+from castore.records import Buffer
 from castore.remote.bucket import Bucket, Listed, Patience, Versioned
 from castore.remote.retries import ENDED
 from castore.remote.urls import open_bucket

@@ -153,6 +153,7 @@ class Remote:
             RemoteMissingError: there is no such ref, commit or prefix.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty
                 nor a name.
+            InvalidValueError: ``commit`` is no text.
             CorruptError: the remote's bytes are not what they should be.
             FullError: they do not fit into the budget or onto the disk.
         """
@@ -160,8 +161,8 @@ class Remote:
         if below:
             check_name(below.rstrip("/"))
         arguments: dict[str, Any] = {
-            "ref": check_ref(ref), "start": commit, "prefix": prefix.rstrip("/"), "below": below.rstrip("/"),
-            "replace": replace, "lazy": lazy, "remote": self.name,
+            "ref": check_ref(ref), "start": _check_commit(commit), "prefix": prefix.rstrip("/"),
+            "below": below.rstrip("/"), "replace": replace, "lazy": lazy, "remote": self.name,
         }  # fmt: skip
         self._parts.index.require_writable()
         return Pulled(**self._call("pull", arguments, progress))
@@ -196,11 +197,11 @@ class Remote:
         Raises:
             RemoteMissingError: there is no such ref or commit.
             InvalidNameError: ``ref`` cannot be the name of a ref.
-            InvalidValueError: ``limit`` is less than 1.
+            InvalidValueError: ``limit`` is less than 1, or ``commit`` is no text.
         """
         if limit < 1:
             raise InvalidValueError(f"limit must be 1 or more, not {limit}")
-        arguments = {"ref": check_ref(ref), "start": commit, "limit": limit}
+        arguments = {"ref": check_ref(ref), "start": _check_commit(commit), "limit": limit}
         return [RemoteCommit(**fields) for fields in self._call("log", arguments)]
 
     def diff(
@@ -215,8 +216,9 @@ class Remote:
         Raises:
             RemoteMissingError: there is no such ref or commit.
             InvalidNameError: a ref cannot have that name, or ``prefix`` is neither empty nor a name.
+            InvalidValueError: ``old`` or ``new`` is no pair.
         """
-        arguments = {"old": old, "new": new, "prefix": check_prefix(prefix)}
+        arguments = {"old": _check_version(old), "new": _check_version(new), "prefix": check_prefix(prefix)}
         return [RemoteChange(*fields) for fields in self._call("diff", arguments)]
 
     def warm(
@@ -239,7 +241,7 @@ class Remote:
             progress: called with stored bytes that are here, and the stored bytes of all.
 
         Raises:
-            InvalidValueError: there is no such shard.
+            InvalidValueError: there is no such shard, or ``commit`` is no text.
             FullError: it does not fit into the store's budget.
             RemoteMissingError: there is no such ref, commit or prefix.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
@@ -249,7 +251,7 @@ class Remote:
             raise InvalidValueError(f"there is no shard {index} of {shards}: count from 0 to {shards - 1}")
         from castore.remote.remote_tree import RemoteTree
 
-        with closing(RemoteTree(self._parts, self.name, ref, commit)) as tree:
+        with closing(RemoteTree(self._parts, self.name, ref, _check_commit(commit))) as tree:
             return tree.warm(check_prefix(prefix), shard, progress or (lambda done, total: None))
 
     def check(self, *, deep: bool = False, progress: Progress | None = None) -> Checked:
@@ -377,3 +379,18 @@ class Remote:
             f"the process that talks to remote {self.name!r} ended with status {process.returncode};"
             " nothing is lost: do the same again"
         )
+
+
+def _check_version(version: Any) -> tuple[str, str | None]:
+    if not isinstance(version, tuple | list) or len(version) != 2:
+        raise InvalidValueError(
+            f'a version is a ref and a commit or None, as in ("main", None), not {version!r:.80}'
+        )
+    ref, commit = version
+    return check_ref(ref), _check_commit(commit)
+
+
+def _check_commit(commit: Any) -> str | None:
+    if commit is not None and not isinstance(commit, str):
+        raise InvalidValueError(f"a commit is named by the first digits of its id, not by {commit!r:.80}")
+    return commit

@@ -5,6 +5,6 @@ A *segment* is a named file in ``/dev/shm``. An *arena* is a segment with a fixe
 records of any length. `shared_frames` keeps decoded frames of large blobs in an arena. The torch adapter
 keeps samples in arenas. `free_space` reports how much memory is free.
 
-May import: system, units, errors.
+May import: system, records, units, errors.
 Must never: know of torch, of datasets or of the store.
 """

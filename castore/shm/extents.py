@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from castore.records import Buffer
 from castore.shm.arena import ALIGNMENT, EXTENT_ROW, Arena, round_up
 from castore.shm.slots import STATE, SlotState
-
-Buffer = bytes | bytearray | memoryview
 
 _READY = int(SlotState.READY)
 # Columns of an extent's row.

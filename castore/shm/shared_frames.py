@@ -26,8 +26,9 @@ from pathlib import Path
 import xxhash
 
 from castore.errors import FullError, InvalidValueError, SegmentError
+from castore.records import Buffer
 from castore.shm.arena import Arena, Layout, Table, round_up
-from castore.shm.extents import Buffer, Extents, Record
+from castore.shm.extents import Extents, Record
 from castore.units import format_size
 
 #: Adjacent slots that a frame may use. With _SPARSE slots per frame, one frame in a hundred finds none of

@@ -8,8 +8,7 @@ from typing import Any
 
 from castore.errors import InvalidValueError, SerializationError
 from castore.names import check_name
-from castore.objects.codecs import Buffer
-from castore.records import DIGEST_SIZE
+from castore.records import DIGEST_SIZE, Buffer
 
 
 def parse_expected(expected: Any) -> tuple[str, bytes | None]:

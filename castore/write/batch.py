@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from castore.errors import InvalidValueError
 from castore.index.transaction import Write
 from castore.names import check_name
-from castore.objects.codecs import Buffer
-from castore.records import Entry, EntrySpec
+from castore.records import Buffer, Entry, EntrySpec
 from castore.write.arguments import as_bytes, copy_if_writable
 from castore.write.putter import Putter
 from castore.write.staging import Staged
@@ -202,10 +201,12 @@ class Batch:
 
         Raises:
             NameConflictError, TooLargeError, FullError: as for `commit`.
-            InvalidValueError: the block has ended.
+            InvalidValueError: the block has ended, or ``work`` cannot be called.
             Exception: what ``work`` raised; nothing was put or deleted then.
         """
         self._require_open()
+        if not callable(work):
+            raise InvalidValueError(f"work is a function that is called, not {type(work).__name__}")
         self._is_run = True
 
         def stage(reuse: bool) -> list[tuple[EntrySpec, Staged]]:

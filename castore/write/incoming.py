@@ -19,10 +19,10 @@ from typing import NoReturn, Protocol
 import blake3
 
 from castore.errors import InvalidValueError, SerializationError, add_filename
-from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import FrameEncoder, choose_codec
-from castore.records import LOOSE, Blob, Entry
+from castore.records import LOOSE, Blob, Buffer, Entry
 from castore.write.staging import LargeBlob, Staged
 
 #: A blob that is no longer than this is put whole. Of one that is longer, ``auto`` is settled from so much of

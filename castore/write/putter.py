@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from castore.errors import FullError, InvalidValueError, NameConflictError, NotFoundError, add_filename
 from castore.index.transaction import Write
 from castore.names import check_name
-from castore.objects.codecs import FRAME_SIZE, Buffer, check_codec
-from castore.records import Entry, EntrySpec, parse_digest
+from castore.objects.codecs import FRAME_SIZE, check_codec
+from castore.records import Buffer, Entry, EntrySpec, parse_digest
 from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.local_files import raise_if_gone

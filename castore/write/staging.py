@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from castore.index.transaction import Write
-from castore.objects.codecs import Buffer
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.packs import build_record
-from castore.records import AWAY, HEAD_SIZE, Blob
+from castore.records import AWAY, HEAD_SIZE, Blob, Buffer
 from castore.write.open_pack import OpenPack, Vanished
 
 

@@ -24,7 +24,7 @@ from castore.errors import FullError, InvalidValueError, TooLargeError
 from castore.index import places
 from castore.index.database import Index
 from castore.index.transaction import Write
-from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.codecs import FRAME_SIZE
 from castore.objects.dictionaries import Dictionary
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import (
@@ -39,7 +39,7 @@ from castore.objects.encode import (
     slices,
 )
 from castore.objects.packs import PACK_LIMIT
-from castore.records import AWAY, LOOSE, Blob, Entry, EntrySpec
+from castore.records import AWAY, LOOSE, Blob, Buffer, Entry, EntrySpec
 from castore.units import format_size
 from castore.write.incoming import IncomingBlob, write_all
 from castore.write.open_pack import OpenPack

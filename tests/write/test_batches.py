@@ -13,11 +13,11 @@ import pytest
 import zstandard
 
 from castore import NameConflictError, Store
-from castore.objects.codecs import FRAME_SIZE, Buffer
+from castore.objects.codecs import FRAME_SIZE
 from castore.objects.dictionaries import Dictionary, with_number
 from castore.objects.encode import encode_small, encode_small_many
 from castore.objects.packs import PackRecord, scan
-from castore.records import LOST, Entry
+from castore.records import LOST, Buffer, Entry
 from tests.helpers import agrees_with_disk, flip, mixed, noise, payload, records, recount, text
 
 Items = Sequence[tuple[str, bytes]]

@@ -37,7 +37,7 @@ from castore.adapters.embeddings.table_layout import (
 )  # fmt: skip
 from castore.adapters.mapped_check import forget_notes, note_new
 from castore.errors import FullError, StoreError
-from castore.objects.codecs import Buffer
+from castore.records import Buffer
 from castore.store import Store
 from castore.units import format_size
 

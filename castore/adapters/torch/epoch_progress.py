@@ -26,7 +26,7 @@ _SIZE = 1 << 20
 _VERSION = 1
 
 
-class Progress:
+class EpochProgress:
     """An epoch and the steps taken in it; a forked or pickled copy shows the same."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from castore.adapters.torch.bilevel import BiLevelCachedDataset, BiLevelStats
-from castore.adapters.torch.epoch_progress import Progress, dump_state, parse_state
+from castore.adapters.torch.epoch_progress import EpochProgress, dump_state, parse_state
 from castore.adapters.torch.level_sizes import Size
 from castore.adapters.torch.levels import DiskLevel, MemoryLevel
 from castore.adapters.torch.prefill import fill
@@ -122,7 +122,7 @@ class LazyShardDataset(Dataset[Any]):
         try:
             alike = not any(isinstance(size, float) for size in (memory_size, disk_size))
             self._share_out(balance, rooms, overflow, min_elements, alike)
-            self._progress = Progress()
+            self._progress = EpochProgress()
         except BaseException:
             self.cache.close()
             raise

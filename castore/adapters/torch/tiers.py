@@ -17,8 +17,8 @@ from castore.adapters.torch.levels import TALLIES, DiskLevel, DiskTable, MemoryL
 from castore.adapters.torch.policy import Policy
 from castore.adapters.torch.samples import record_name
 from castore.errors import InvalidValueError
+from castore.records import Buffer
 from castore.shm.arena import Arena, Layout, Table
-from castore.shm.extents import Buffer
 from castore.shm.segments import is_alive
 from castore.units import format_size
 
