@@ -20,6 +20,8 @@ from datasets.builder import Key
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.csv import csv as upstream
 
+from castore.recipes.common_schema import cast_to_first
+
 # By the types that pandas finds in the pieces of a column: one type for pandas, and one for Arrow. All other
 # combinations are text.
 _COLUMN_TYPES = {
@@ -60,9 +62,11 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
     Attributes:
         types: names of the types that pandas finds in each column, where they are known; None to find them in
             the files.
+        first: the schema of the rows before, where the files are some of several.
     """
 
     types: ColumnTypes | None = None
+    first: pa.Schema | None = None
 
     def __init__(self, files: DataFilesDict, folder: str, separator: str) -> None:
         # Words such as NA and null stay words.
@@ -73,6 +77,9 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
     def _generate_tables(
         self, base_files: list[str], files_iterables: list[Iterable[str]]
     ) -> Iterator[tuple[Key, pa.Table]]:
+        return cast_to_first(self._read_tables(files_iterables), self.first)
+
+    def _read_tables(self, files_iterables: list[Iterable[str]]) -> Iterator[tuple[Key, pa.Table]]:
         shards = [[*files] for files in files_iterables]
         found = self.types
         if found is None:

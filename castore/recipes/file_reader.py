@@ -35,7 +35,7 @@ from castore.recipes.quiet import quiet
 #: Endings of compressed files that can be read.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 #: A reader's version increases when it reads the same bytes as other values.
-READER_VERSIONS = {"json": 2, "csv": 3, "tsv": 3}
+READER_VERSIONS = {"json": 3, "csv": 3, "tsv": 3}
 #: Kinds of files whose columns get their types from all rows.
 TYPED_BY_ALL_ROWS = ("csv", "tsv")
 # One split for all files, or `datasets` would choose its name, and with it the fingerprint, by chance.
@@ -137,14 +137,14 @@ def read_tables(
             reader.info.features = common.features
             given = _arguments(reader, folder)
             reader.info.features = common.features if common.is_known_first else None
-            if isinstance(reader, CsvReader):
-                reader.types = common.types
-            elif isinstance(reader, JsonReader):
-                reader.refuses_mixed = True
             schema = common.features.arrow_schema
+            if isinstance(reader, CsvReader):
+                reader.types, reader.first = common.types, schema
+            elif isinstance(reader, JsonReader):
+                reader.refuses_mixed, reader.first = True, schema
             for place, table in reader._generate_tables(**given):
                 assert isinstance(place, Key)
-                yield place.original_shard_id, _as_written(kind, table, schema, common.is_known_first)
+                yield place.original_shard_id, _as_written(kind, table, schema)
         except DependentFileError:
             raise
         except Exception as error:  # from a dozen libraries: reading all files raises it again
@@ -179,11 +179,8 @@ def tells_no_rows(error: BaseException) -> bool:
     return isinstance(error, StopIteration) or "corresponds to no data" in str(error)
 
 
-def _as_written(kind: str, table: pa.Table, schema: pa.Schema, is_known_first: bool) -> pa.Table:
+def _as_written(kind: str, table: pa.Table, schema: pa.Schema) -> pa.Table:
     """A table as `datasets` writes it behind those of other files."""
-    # Tables of one row are joined before they are cast, and must be alike for that.
-    if not is_known_first and len(table) == 1 and not table.schema.equals(schema):
-        raise DependentFileError
     for field in schema:
         if pa.types.is_null(field.type) and field.name in table.column_names:
             column = table.column(field.name)

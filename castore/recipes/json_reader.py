@@ -1,12 +1,16 @@
-"""Reads JSON files as `datasets` does, but keeps strings as strings.
+"""Reads JSON files as `datasets` does, but strings stay strings, and numbers as exact as they are written.
 
 Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. The
-conversion drops the time zone, changes the form, and depends on the other rows.
+conversion drops the time zone, changes the form, and depends on the other rows. `datasets` keeps a column of
+several types as JSON, and takes strings in it for JSON already: "02134" becomes 2134. It writes the rows of
+an array, and rows with such a column, anew with ten digits: 1e-12 becomes 0.0.
 """
 
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,6 +19,8 @@ import pyarrow as pa
 import pyarrow.json
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.json import json as upstream
+
+from castore.recipes.common_schema import cast_to_first, check_fits
 
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
@@ -46,14 +52,48 @@ class _ArrowJson:
     read_json = staticmethod(read_json)
 
 
+def encode_field(value: Any, path: list[str | int]) -> Any:
+    """A value with the fields at a path as JSON texts; strings too, even those that are JSON themselves.
+
+    Args:
+        value: a row, or a part of one.
+        path: names of fields; 0 stands for all items of a list.
+
+    >>> encode_field({"zip": "02134", "n": 1.5}, ["zip"])
+    {'zip': '"02134"', 'n': 1.5}
+    """
+    if value is None:
+        return None
+    if not path:
+        return json.dumps(value, ensure_ascii=False)
+    step, *rest = path
+    if step == 0:
+        return [encode_field(item, rest) for item in value]
+    return {**value, step: encode_field(value.get(step), rest)}
+
+
+def _encode_lines(lines: bytes, paths: list[list[str | int]]) -> bytes:
+    rows = [json.loads(line) for line in lines.splitlines()]
+    for path in paths:
+        rows = [encode_field(row, path) for row in rows]
+    return "\n".join(map(_dump, rows)).encode()
+
+
+_dump: Callable[[Any], str] = partial(json.dumps, ensure_ascii=False)
+
 # The function of `datasets` finds these values under its module's names. Other readers keep the module
 # unchanged.
 _REPLACED_NAMES = {
     "paj": _ArrowJson,
+    # pandas' functions read numbers of 17 digits inexactly, and write ten.
+    "ujson_loads": json.loads,
+    "ujson_dumps": _dump,
+    "json_encode_field": encode_field,
+    "json_encode_fields_in_json_lines": _encode_lines,
     # For files that are not JSON lines. pandas would take dates by the names of columns, and numbers for
     # strings of digits.
     "pandas_read_json": partial(
-        upstream.pandas_read_json, convert_dates=False, convert_axes=False, dtype=False
+        upstream.pandas_read_json, convert_dates=False, convert_axes=False, dtype=False, precise_float=True
     ),
 }
 
@@ -89,9 +129,11 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
 
     Attributes:
         refuses_mixed: raise MixedTypesError where how a file is read would change how later files are.
+        first: the schema of the rows before, where the files are some of several.
     """
 
     refuses_mixed = False
+    first: pa.Schema | None = None
 
     def __init__(self, files: DataFilesDict, folder: str) -> None:
         # A `datasets` that knows the traces of agents makes other columns of such rows.
@@ -100,7 +142,7 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
             cache_dir=folder, data_files=files, **({"parse_agent_traces": False} if known else {})
         )
 
-    def _generate_tables(self, *args: Any, **keywords: Any) -> Any:
+    def _generate_tables(self, *args: Any, **keywords: Any) -> Iterator[tuple[Any, pa.Table]]:
         theirs = upstream.Json._generate_tables
         # Only now: `datasets` replaces `open` in its module when a builder is made.
         ours = FunctionType(
@@ -108,4 +150,9 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
             {**vars(upstream), **_REPLACED_NAMES, **(_REFUSING if self.refuses_mixed else {})},
             argdefs=theirs.__defaults__,
         )
-        return ours(self, *args, **keywords)
+        return cast_to_first(ours(self, *args, **keywords), self.first)
+
+    def _cast_table(self, table: pa.Table, json_field_paths: Any = ()) -> pa.Table:
+        if self.info.features is not None:
+            check_fits(table.schema, self.info.features.arrow_schema)
+        return super()._cast_table(table, json_field_paths=json_field_paths)

@@ -257,9 +257,9 @@ def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLik
     where = ""
     if foreign is None and len(source.files) > 1 and source.kind != SAVED:
         file = file_reader.find_unreadable(source.kind, source.files, os.fspath(folder))
-        where = "" if file is None else f", in {file!r}"
+        where = "" if file is None else f"in {file!r}: "
     return InvalidValueError(
-        f"cannot read dataset_path {source.path!r} as {source.kind}: {text[:400]}{where}"
+        f"cannot read dataset_path {source.path!r} as {source.kind}: {where}{text[:400]}"
     )
 
 

@@ -201,7 +201,7 @@ def test_an_error_names_the_file(reading: Reading, what: str) -> None:
     for read in (reading.read, reading.read_whole):
         with pytest.raises(InvalidValueError) as raised:
             read()
-        assert str(raised.value).endswith(f", in {str(reading.folder / f'3.{kind}')!r}")
+        assert f": in {str(reading.folder / f'3.{kind}')!r}: " in str(raised.value)
 
 
 @pytest.mark.parametrize("empty", ["0", "2", "4"])
@@ -213,7 +213,7 @@ def test_an_error_names_the_file_that_has_it_and_no_empty_one(reading: Reading, 
     for read in (reading.read, reading.read_whole):
         with pytest.raises(InvalidValueError) as raised:
             read()
-        assert str(raised.value).endswith(f", in {str(reading.folder / '3.jsonl')!r}")
+        assert f": in {str(reading.folder / '3.jsonl')!r}: " in str(raised.value)
 
 
 def test_a_type_in_one_csv_file_that_changes_those_of_all_reads_all(reading: Reading) -> None:

@@ -165,6 +165,69 @@ def test_strings_that_look_like_dates_stay_strings(tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_text() == lines_of([DATED] * 3)
 
 
+EXACT = [
+    {"id": 9007199254740993, "loss": 1e-12, "zip": "02134"},
+    {"id": None, "loss": 0.12345678901234566, "zip": 5},
+    {"id": -1, "loss": 1.7976931348623157e308, "zip": "null"},
+    {"id": 2**63 - 1, "loss": 5e-324, "zip": None},
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_numbers_and_strings_are_read_as_they_are_written(tmp_path: Path, name: str) -> None:
+    # Plain `datasets` reads an array's 1e-12 as 0.0, and "02134" beside numbers as 2134.
+    text = json.dumps(EXACT) if name == "a.json" else lines_of(EXACT)
+    opener: Callable[..., Any] = gzip.open if name.endswith(".gz") else open
+    with opener(tmp_path / name, "wt") as file:
+        file.write(text)
+    assert sources.read(sources.find(tmp_path / name), tmp_path / "work").to_list() == EXACT
+    recipe = Recipe(str(tmp_path / name), str(tmp_path / "out.jsonl"), [lambda sample: sample])
+    with Store(tmp_path / "store") as store:
+        process(recipe, store=store)
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == EXACT
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+@pytest.mark.parametrize(
+    ("first", "later", "words"),
+    [
+        ({"n": 5}, {"n": "02134"}, "field 'n' has texts behind rows in which it is int64"),
+        ({"n": 0.5}, {"n": "7"}, "field 'n' has texts behind rows in which it is double"),
+        ({"n": True}, {"n": "true"}, "field 'n' has texts behind rows in which it is bool"),
+        ({"n": [{"m": 1}]}, {"n": [{"m": "01"}]}, "field 'm' has texts behind rows in which it is int64"),
+        ({"n": 5}, {"n": 5, "m": 1}, "column 'm' is not in the rows before, which have 'n'"),
+    ],
+)
+def test_a_file_that_does_not_fit_those_before_is_refused_and_named(
+    tmp_path: Path,
+    store: Store,
+    first: dict[str, Any],
+    later: dict[str, Any],
+    words: str,
+    ending: str,
+    rows: int,
+) -> None:
+    for name, row in (("a", first), ("b", first), ("c", later)):
+        text = lines_of([row] * rows) if ending == "jsonl" else json.dumps([row] * rows)
+        (tmp_path / f"{name}.{ending}").write_text(text)
+    recipe = Recipe(str(tmp_path / f"*.{ending}"), str(tmp_path / "out.jsonl"), [lambda sample: sample])
+    with pytest.raises(InvalidValueError, match=re.escape(words)) as caught:
+        process(recipe, store=store)
+    assert f"in {str(tmp_path / f'c.{ending}')!r}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("later", ["n,t\n", "n,t\n2,b\n", "n,t\n2,b\n3,c\n"])
+def test_tables_may_name_their_columns_in_another_order(tmp_path: Path, store: Store, later: str) -> None:
+    (tmp_path / "a.csv").write_text("t,n\na,1\n")
+    (tmp_path / "b.csv").write_text(later)
+    recipe = Recipe(str(tmp_path / "*.csv"), str(tmp_path / "out.jsonl"), [lambda sample: sample])
+    process(recipe, store=store)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    behind = [line.split(",") for line in later.splitlines()[1:]]
+    assert rows == [{"t": "a", "n": 1}, *({"t": t, "n": int(n)} for n, t in behind)]
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_one_object_over_several_lines_is_read_as_it_is(tmp_path: Path, name: str) -> None:
     row = {"date": "2024-01-02", "id": "007", "created_at": "2024", "2024": 3}
