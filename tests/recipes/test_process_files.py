@@ -165,7 +165,7 @@ def test_strings_that_look_like_dates_stay_strings(tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_text() == lines_of([DATED] * 3)
 
 
-EXACT = [
+EXACT: list[dict[str, Any]] = [
     {"id": 9007199254740993, "loss": 1e-12, "zip": "02134"},
     {"id": None, "loss": 0.12345678901234566, "zip": 5},
     {"id": -1, "loss": 1.7976931348623157e308, "zip": "null"},
