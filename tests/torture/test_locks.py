@@ -94,6 +94,7 @@ def test_without_locks_killed_in_a_window_the_store_is_as_the_page_says(
     test_windows.dies_as_the_page_says(tmp_path / "store", window)
 
 
+@pytest.mark.matrix  # test_readers.py, without locks
 def test_without_locks_files_maps_and_a_data_loader_read_on_while_gc_removes_everything(
     store: Store,
     tmp_path: Path,

@@ -85,7 +85,7 @@ def peak_of(*folders: Path) -> Iterator[Callable[[], int]]:
         _looking.remove(look)
 
 
-@pytest.mark.parametrize("codec", ["zstd", "none"])
+@pytest.mark.parametrize("codec", ["zstd", pytest.param("none", marks=pytest.mark.matrix)])
 def test_the_peak_on_disk_stays_within_three_copies(
     store: Store, texts: datasets.Dataset, tmp_path: Path, codec: str
 ) -> None:
