@@ -48,8 +48,8 @@ def link(echo: int) -> Iterator[Link]:
 
 def send(link: Link, data: bytes) -> tuple[float, float]:
     """Send bytes over a new connection, and check the echo; seconds to its first and its last byte."""
+    start = time.monotonic()  # the link counts from the connection, which is made inside the next line
     with socket.create_connection(("127.0.0.1", link.port)) as connection:
-        start = time.monotonic()
         sending = threading.Thread(target=connection.sendall, args=(data,))
         sending.start()
         back, first = bytearray(), 0.0

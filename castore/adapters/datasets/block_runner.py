@@ -56,7 +56,7 @@ from castore.adapters.datasets.dataset_fingerprint import format_digest
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
-from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
+from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
 from castore.store import Store
@@ -232,9 +232,7 @@ class BlockRun:
         told = own_copy(dataset)
         told._info.features = self.features_of(results)
         told._fingerprint = fingerprint
-        if dataset._format_columns is not None:  # as `map` does: new columns are shown
-            hidden = set(dataset.column_names).difference(dataset._format_columns)
-            told._format_columns = sorted(set(told._info.features) - hidden)
+        told._format_columns = shown_columns(dataset, told._info.features)
         rows = sum(result.rows for result in results)
         return DatasetPart(
             lambda: [KeptFile(result.digest) for result in _with_rows(results)],

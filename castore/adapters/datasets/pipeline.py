@@ -21,6 +21,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
+from castore.adapters.datasets.block_entries import NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
@@ -29,6 +30,7 @@ from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, format_digest
 from castore.adapters.datasets.explain import Explanation, explain, make_explanation
 from castore.adapters.datasets.forecast import Piece, forecast, stand_in
+from castore.adapters.datasets.hash_pass import Hashed, compute_hashes, hash_step
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.private_copies import own_copy
@@ -177,7 +179,8 @@ class Pipeline:
             pieces = dataset.pieces
             dataset = stand_in(dataset.info.features, pieces)
         for step in planned[number:]:
-            blocks = _Run(self, dataset, ProgressMeter(self.steps, None)).in_blocks(step)
+            run = _Run(self, dataset, ProgressMeter(self.steps, None))
+            blocks = run.in_blocks(step) or run.hashes_in_blocks(step)
             if blocks is None:
                 break
             found = forecast(BlockRun(self.store, blocks, StorageOptions(self.codec)), blocks, pieces)
@@ -190,7 +193,7 @@ class Pipeline:
                 blocks_in=found.blocks,
                 blocks_reused=found.kept,
             )
-            if format_digest(dataset):
+            if format_digest(dataset) or step.step.kind == "deduplicate":
                 break  # the formats of results are not foretold
             pieces = found.pieces
             dataset = stand_in(found.features, pieces)
@@ -346,6 +349,8 @@ class _Run:
         self._dataset = dataset
         self._meter = meter
         self._files: set[Path] = set()
+        #: The hashes of the deduplicator that ran last, if they came block by block.
+        self._hashed: Hashed | None = None
         self._options = dataset_entries.StorageOptions(
             *check_codec(pipeline.codec, None), pipeline.store.settings.ttl
         )
@@ -376,6 +381,46 @@ class _Run:
             return step.run(dataset, RunOptions(self._pipeline.num_proc, str(file), count, fingerprint))
 
         return make
+
+    def _deduplicator(self, planned: PlannedStep, fingerprint: str) -> step_runner.StepFunction:
+        """As `_step_maker`, for a deduplicator: hashes of blocks that are kept are not computed again."""
+        in_one_pass, dataset = self._step_maker(planned.number, fingerprint), self._dataset
+        self._hashed = None
+
+        def make(file: Path) -> datasets.Dataset:
+            blocks = self.hashes_in_blocks(planned)
+            if blocks is None:
+                return in_one_pass(file)
+            self._files.add(file)
+            try:
+                self._hashed = compute_hashes(
+                    self._store, blocks, self._options, self._pipeline.temp_dir, file, fingerprint
+                )
+            except NotInBlocksError as error:
+                warnings.warn(
+                    f"the deduplicator {planned.step.name!r} hashed all rows in one pass, and does so again "
+                    f"after a change of its input: {error}",
+                    CacheWarning,
+                    stacklevel=6,
+                )
+                return in_one_pass(file)
+            return planned.step.first_of_equals(self._hashed.dataset, dataset.column_names)
+
+        return make
+
+    def hashes_in_blocks(self, planned: PlannedStep) -> BlockStep | None:
+        """The hashes of a deduplicator over the present dataset, block by block; None if that cannot be."""
+        step, dataset = planned.step, self._dataset
+        if step.kind != "deduplicate" or not can_cut(dataset):
+            return None
+        return hash_step(
+            step,
+            dataset,
+            planned.description.fingerprint,
+            num_proc=self._pipeline.num_proc or 1,
+            tell=self._meter.make_counter(planned.number, len(dataset)),
+            title=step.name,
+        )
 
     def in_blocks(self, planned: PlannedStep) -> BlockStep | None:
         """A step on the present dataset, as one that runs block by block; None if it cannot."""
@@ -421,7 +466,11 @@ class _Run:
             rows, began = len(self._dataset), time.perf_counter()
             self._meter.begin(step.number, rows)
             record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
-            make = self._step_maker(step.number, fingerprint_of_key(step.key))
+            fingerprint, is_deduplicator = fingerprint_of_key(step.key), step.step.kind == "deduplicate"
+            make = (
+                self._deduplicator(step, fingerprint)
+                if is_deduplicator else self._step_maker(step.number, fingerprint)
+            )  # fmt: skip
             outcome = step_runner.run_or_load(
                 store,
                 step.name,
@@ -432,6 +481,10 @@ class _Run:
                 temp_dir=pipeline.temp_dir,
                 blocks=self.in_blocks(step),
             )
+            if is_deduplicator and not outcome.hit and self._hashed is not None:
+                outcome = outcome._replace(
+                    rows_reused=self._hashed.rows_reused, seconds_saved=self._hashed.seconds_saved
+                )
             self._dataset = outcome.dataset
             seconds = time.perf_counter() - began
             outcomes.append((step, outcome))

@@ -212,6 +212,14 @@ def describe_dataset(dataset: datasets.Dataset, files: int, rows: int | None = N
     return text.encode(), json.dumps({name: info[name] for name in sorted(info)}, indent=2).encode()
 
 
+def shown_columns(dataset: datasets.Dataset, features: datasets.Features) -> list[str] | None:
+    """The columns of those features that a dataset's format shows after a map, which shows new ones too."""
+    if dataset._format_columns is None:
+        return None
+    hidden = set(dataset.column_names).difference(dataset._format_columns)
+    return sorted(set(features) - hidden)
+
+
 def data_file_name(number: int, files: int) -> str:
     """Name of a data file."""
     return f"data-{number:05d}-of-{files:05d}.arrow"

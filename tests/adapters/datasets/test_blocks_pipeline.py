@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import Pipeline
+from castore.adapters.datasets import CacheWarning, Pipeline
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from tests.adapters.datasets.small_blocks import small_blocks, told
 
@@ -263,3 +263,70 @@ def test_explain_tells_how_many_rows_would_run(store: Store) -> None:
         assert (again.hit, again.rows_in) == (True, None)
         [told] = pipeline.explain(edited.select(range(1, 3000)))  # the first block decides about the others
         assert not told.hit
+
+
+class CountedHashes(Deduplicator):
+    """Counts the rows that it hashes."""
+
+    def compute_hash(self, sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return super().compute_hash(sample)
+
+
+class BatchedHashes(Deduplicator):
+    """Hashes batches; the place in the batch counts."""
+
+    def is_batched_op(self) -> bool:
+        return True
+
+    def compute_hash_batched(self, samples: dict[str, list[Any]]) -> dict[str, Any]:
+        ran(len(samples["text"]))
+        return {**samples, "hash": [f"{place % 7}{text}" for place, text in enumerate(samples["text"])]}
+
+
+class ChangesText(CountedHashes):
+    """A deduplicator that changes what it is given, in one row late."""
+
+    def compute_hash(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return super().compute_hash(sample | {"text": "x" if sample["number"] == 1377 else sample["text"]})
+
+
+def twice(count: int) -> datasets.Dataset:
+    """Rows of which the last hundred have texts of earlier ones, in a format that shows some columns."""
+    data = rows(count)
+    texts = [f"{n} {text}" for n, text in enumerate(data["text"])]
+    texts[-100:] = texts[:100]
+    data = data.remove_columns(["text", "tags"]).add_column("text", texts).add_column("hidden", texts)
+    return data.with_format("numpy", columns=["number", "text"])
+
+
+@pytest.mark.parametrize(
+    ("deduplicator", "num_proc"), [(CountedHashes, None), (BatchedHashes, None), (BatchedHashes, 2)]
+)
+def test_hashes_of_blocks_that_stay_are_not_computed_again(
+    deduplicator: Callable[[], Any], num_proc: int | None, store: Store
+) -> None:
+    pipeline = Pipeline([deduplicator()], store=store, num_proc=num_proc)
+    pipeline.run(twice(COUNT))
+    foretold, before = pipeline.explain(twice(COUNT + MORE)), Ran.rows
+    ran = pipeline.run(twice(COUNT + MORE))
+    plain = Pipeline([deduplicator()], store=store, use_cache=False).run(twice(COUNT + MORE))
+    assert told(ran.dataset) == told(plain.dataset)
+    assert len(ran.dataset) == COUNT + MORE - 100 or deduplicator is BatchedHashes
+    [step] = ran.steps
+    assert step.rows_in == COUNT + MORE
+    assert COUNT / 2 < step.rows_reused < COUNT
+    assert step.seconds_saved > 0
+    assert foretold[0].rows_reused == step.rows_reused
+    if num_proc is None:
+        assert before == Ran.rows - (COUNT + MORE) - (COUNT + MORE - step.rows_reused)
+
+
+def test_a_deduplicator_that_changes_its_rows_hashes_all_of_them_in_one_pass_and_says_so(
+    store: Store,
+) -> None:
+    with pytest.warns(CacheWarning, match="hashed all rows in one pass.*changes columns that it is given"):
+        ran = Pipeline([ChangesText()], store=store).run(twice(COUNT))
+    plain = Pipeline([ChangesText()], store=store, use_cache=False).run(twice(COUNT))
+    assert told(ran.dataset) == told(plain.dataset)
+    assert "x" in ran.dataset.with_format(None)["text"]

@@ -1,0 +1,139 @@
+"""The hashes of a deduplicator, block by block: those of blocks that were hashed before come from the store.
+
+A deduplicator needs all rows to tell which of them stay, but hashes each row alone, and hashing is what takes
+the time. A block's result has only the columns that `compute_hash` adds.
+
+Must never be used for a `compute_hash` that changes columns it is given: `NotInBlocksError` has the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
+
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER, BlockResult, NotInBlocksError
+from castore.adapters.datasets.block_runner import BlockRun
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_features
+from castore.adapters.datasets.cutting import Cut
+from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.private_copies import own_copy
+from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step
+from castore.adapters.datasets.table_digest import table_digest
+from castore.adapters.datasets.tables import shown_columns, table_in_memory, table_mapped
+from castore.store import Store
+
+
+class Hashed(NamedTuple):
+    """A dataset with its hashes.
+
+    Attributes:
+        dataset: the rows and the columns of hashes.
+        rows_reused: rows whose hashes were kept.
+        seconds_saved: time that those took when they were computed.
+    """
+
+    dataset: datasets.Dataset
+    rows_reused: int
+    seconds_saved: float
+
+
+def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: Any) -> BlockStep:
+    """The hashes of a deduplicator as a step of blocks.
+
+    Args:
+        step: the deduplicator.
+        dataset: its input.
+        operator: the fingerprint of the deduplicator.
+        options: ``num_proc``, ``tell`` and ``title`` of the `BlockStep`.
+    """
+
+    def run(call: BlockCall) -> datasets.Dataset:
+        return _new_columns(step, call)
+
+    sees_batches = step.sees_batches()
+    return BlockStep(
+        dataset,
+        run,
+        {"kind": "hash", "operator": operator},
+        Cut(BATCH_ROWS if sees_batches else None, BATCH_ROWS),
+        keeps_count=not sees_batches,
+        **options,
+    )
+
+
+def _new_columns(step: Step, call: BlockCall) -> datasets.Dataset:
+    """The columns that a deduplicator adds to a block."""
+    rows = call.rows
+    features = None if call.features is None else datasets.Features({**rows.features, **call.features})
+    hashed = step.hash_rows(rows, RunOptions(None, str(call.file), None, call.fingerprint, features))
+    new = [name for name in hashed.column_names if name not in rows.column_names]
+    given = rows.column_names
+    if not new or len(hashed) != len(rows):
+        raise NotInBlocksError("its compute_hash adds no column, or has other rows")
+    if given != [name for name in hashed.column_names if name in given] or _differ(rows, hashed, given):
+        raise NotInBlocksError("its compute_hash changes columns that it is given")
+    return hashed.select_columns(new)
+
+
+def _differ(one: datasets.Dataset, other: datasets.Dataset, columns: list[str]) -> bool:
+    tables = (dataset.data.table.select(columns) for dataset in (one, other))
+    first, second = map(table_digest, tables)
+    return first != second
+
+
+def compute_hashes(
+    store: Store,
+    step: BlockStep,
+    options: StorageOptions,
+    temp_dir: str | os.PathLike[str] | None,
+    file: Path,
+    fingerprint: str,
+) -> Hashed:
+    """A deduplicator's input with the hashes, those of new blocks computed now.
+
+    Args:
+        store: keeps the hashes.
+        step: a `hash_step`.
+        options: the storage options of hashes.
+        temp_dir: the folder of uncompressed files; by default below the store.
+        file: the path for an Arrow file of the result.
+        fingerprint: the fingerprint of the result.
+
+    Raises:
+        NotInBlocksError: the hashes have to be computed in one pass.
+        Exception: an exception of the deduplicator; the hashes of earlier blocks are kept.
+    """
+    run, dataset = BlockRun(store, step, options, temp_dir), step.dataset
+    results = run.run()
+    features = datasets.Features({**dataset.features, **parse_features(results[0].features)})
+    with pa.OSFile(str(file), "wb") as sink, ArrowWriter(features=features, stream=sink) as writer:
+        for table in _joined(store, dataset, results):
+            writer.write_table(table)
+        writer.finalize(close_stream=False)
+    hashed = own_copy(dataset)
+    hashed._data, hashed._indices = table_mapped(str(file)), None
+    hashed._info.features = features
+    hashed._format_columns = shown_columns(dataset, features)
+    hashed._fingerprint = fingerprint
+    reused = [result for result in results if result.reused]
+    return Hashed(hashed, sum(result.rows_in for result in reused), sum(result.seconds for result in reused))
+
+
+def _joined(store: Store, dataset: datasets.Dataset, results: Sequence[BlockResult]) -> Iterator[pa.Table]:
+    """The rows of each block, with their hashes."""
+    rows, first = dataset.with_format("arrow", columns=dataset.column_names), 0
+    for result in results:
+        data = store.get(f"{BLOCKS_FOLDER}/{result.key}")
+        if data is None:
+            raise NotInBlocksError("gc has taken some of its hashes; make room, or set a larger max_size")
+        table, hashes = rows[first : first + result.rows_in], table_in_memory(data).table
+        for name in hashes.column_names:
+            table = table.append_column(name, hashes.column(name))
+        first += result.rows_in
+        yield table
