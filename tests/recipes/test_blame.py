@@ -175,7 +175,7 @@ def test_the_command_refuses_rows_that_are_not_there_and_two_questions(
     path = recipe(place)
     ran = here("--config", path, "--blame", "0")
     assert ran.code == 1
-    assert "the last step, is not kept; run the pipeline first" in ran.err
+    assert "the last step, is not kept: the pipeline has not run" in ran.err
     assert here("--config", path).code == 0
     assert "so no row 99999; give one of its rows" in here("--config", path, "--blame", "99999").err
     ran = here("--config", path, "--blame", "0", "--explain")

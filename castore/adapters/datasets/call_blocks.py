@@ -37,7 +37,7 @@ from castore.adapters.datasets.call_values import (
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.reports import CacheWarning
-from castore.adapters.datasets.rowwise import TRIED_ROWS, check_alike
+from castore.adapters.datasets.rowwise import check_alike, tried_rows
 from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
 from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
 from castore.serialize.serializers import dump, load
@@ -279,8 +279,9 @@ class Pass:
         if self._kept.is_tried or len(rows) < 2:
             return
         self._kept.is_tried = True
-        title, count = self._kept.title, min(TRIED_ROWS, len(rows))
-        first = pack_arguments(pick_rows(arguments, list(range(count))))  # the function may change its input
+        places = tried_rows(len(rows))
+        title, count = self._kept.title, len(places)
+        first = pack_arguments(pick_rows(arguments, places))  # the function may change its input
         together = self._function(*unpack_arguments(first), **keywords)
         alone = [
             self._function(*pick_rows(unpack_arguments(first), [place]), **keywords) for place in range(count)
@@ -293,7 +294,7 @@ class Pass:
                 check_alike(
                     title,
                     column,
-                    f"row {place} of a batch",
+                    f"row {places[place]} of a batch",
                     *(_plain(item.get(column)) for item in values),
                 )
 

@@ -23,7 +23,7 @@ from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
-from castore.adapters.datasets.rowwise import TRIED_ROWS, check_alike
+from castore.adapters.datasets.rowwise import check_alike, tried_rows
 from castore.adapters.datasets.steps import operator_name
 from castore.adapters.datasets.streams import keep_calls
 from castore.adapters.datasets.tables import fingerprint_of_key
@@ -248,12 +248,13 @@ def _in_blocks(
 
 
 def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str, Any]) -> None:
-    """Run the first rows of a block together and one by one.
+    """Run some rows of a block together and one by one.
 
     Raises:
         InvalidValueError: the results differ.
     """
-    rows = call.rows.select(range(min(TRIED_ROWS, len(call.rows))))
+    places = tried_rows(len(call.rows))
+    rows = call.rows.select(places)
     passed = {
         name: value for name, value in arguments.items() if name not in ("batch_size", "drop_last_batch")
     }
@@ -264,12 +265,12 @@ def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str,
         ).with_format(None)[:]
         for size in (len(rows), 1)
     )  # fmt: skip
-    last = call.first + len(rows) - 1
+    told = ", ".join(str(call.first + place) for place in places)
     for column in {**together, **alone}:
         check_alike(
             operator_name(function),
             column,
-            f"rows {call.first} to {last}",
+            f"rows {told}",
             together.get(column),
             alone.get(column),
         )

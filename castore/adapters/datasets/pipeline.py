@@ -235,7 +235,8 @@ class Pipeline:
         kept = [step_runner.load_step(self.store, step.name) for step in planned]
         if planned and kept[-1] is None:
             raise NotFoundError(
-                f"the result of {planned[-1].step.name!r}, the last step, is not kept; run the pipeline first"
+                f"the result of {planned[-1].step.name!r}, the last step, is not kept: the pipeline has not "
+                "run over this input, or the result has expired, or gone for room; run the pipeline"
             )
         if isinstance(dataset, LazyDataset) and dataset.info.features is None:
             dataset = dataset.read()

@@ -7,10 +7,20 @@ from typing import Any
 
 from castore.errors import InvalidValueError
 
-#: Rows that are tried one by one.
-TRIED_ROWS = 4
+# Rows that are tried one by one.
+_TRIED_ROWS = 4
 # Characters of values in an error.
 _SHOWN = 80
+
+
+def tried_rows(count: int) -> list[int]:
+    """The numbers of the rows that are tried, of so many: the first, the last, and some between them.
+
+    >>> tried_rows(1000), tried_rows(3)
+    ([0, 333, 666, 999], [0, 1, 2])
+    """
+    steps = min(_TRIED_ROWS, count) - 1
+    return [number * (count - 1) // max(1, steps) for number in range(steps + 1)]
 
 
 def check_alike(title: str, column: str, rows: str, together: Any, alone: Any) -> None:

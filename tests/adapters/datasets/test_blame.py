@@ -203,7 +203,7 @@ def test_a_block_that_gc_took_leaves_the_step_as_a_whole(store: Store) -> None:
 
 def test_rows_that_are_not_there_and_runs_that_are_not_kept_are_errors(store: Store) -> None:
     data, pipeline = texts(50), Pipeline([upper], store=store)
-    with pytest.raises(NotFoundError, match="the result of 'upper', the last step, is not kept; run the"):
+    with pytest.raises(NotFoundError, match="the result of 'upper', the last step, is not kept: the"):
         pipeline.blame(data, 0)
     pipeline.run(data)
     for row in (50, -1):

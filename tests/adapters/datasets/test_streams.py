@@ -266,11 +266,20 @@ def test_a_rowwise_batch_pays_for_its_new_rows_and_other_batch_sizes_for_none(st
     assert run(61, 13) == 1
 
 
+def test_rows_far_from_the_first_are_tried_too(store: Store) -> None:
+    def late(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"rank": [sorted(samples["number"]).index(n) if n > 50 else 0 for n in samples["number"]]}
+
+    for rows in (from_python(shards=1), from_arrow()):
+        with pytest.raises(InvalidValueError, match="late is said to be row-wise"):
+            list(cached_map(rows, late, store=store, batched=True, rowwise=True))
+
+
 def test_a_function_that_is_not_rowwise_is_an_error_with_the_values(store: Store) -> None:
     def sums(samples: dict[str, list[Any]]) -> dict[str, Any]:
         return {"sum": [sum(samples["number"])] * len(samples["number"])}
 
-    with pytest.raises(InvalidValueError, match=r"sums is said to be row-wise.*'sum'.* is 6 .* and 0"):
+    with pytest.raises(InvalidValueError, match=r"sums is said to be row-wise.*'sum'.* is 129 .* and 0"):
         list(cached_map(from_python(), sums, store=store, batched=True, rowwise=True))
     given = {"batched": True, "rowwise": True, "remove_columns": from_arrow().column_names}
     with pytest.raises(InvalidValueError, match="groups is said to be row-wise"):
