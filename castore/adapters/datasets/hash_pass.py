@@ -23,7 +23,7 @@ from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_fea
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.private_copies import own_copy
-from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step
+from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step, hash_rows
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import shown_columns, table_in_memory, table_mapped
 from castore.store import Store
@@ -56,13 +56,12 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
     def run(call: BlockCall) -> datasets.Dataset:
         return _new_columns(step, call)
 
-    sees_batches = step.sees_batches()
     return BlockStep(
         dataset,
         run,
         {"kind": "hash", "operator": operator},
-        Cut(BATCH_ROWS if sees_batches else None, BATCH_ROWS),
-        keeps_count=not sees_batches,
+        Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
+        keeps_count=True,
         **options,
     )
 
@@ -71,7 +70,9 @@ def _new_columns(step: Step, call: BlockCall) -> datasets.Dataset:
     """The columns that a deduplicator adds to a block."""
     rows = call.rows
     features = None if call.features is None else datasets.Features({**rows.features, **call.features})
-    hashed = step.hash_rows(rows, RunOptions(None, str(call.file), None, call.fingerprint, features))
+    hashed = hash_rows(
+        step.operator, rows, RunOptions(None, str(call.file), None, call.fingerprint, features)
+    )
     new = [name for name in hashed.column_names if name not in rows.column_names]
     given = rows.column_names
     if not new or len(hashed) != len(rows):

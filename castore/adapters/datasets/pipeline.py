@@ -38,7 +38,14 @@ from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
-from castore.adapters.datasets.steps import BATCH_ROWS, BLOCK_KINDS, RunOptions, Step, steps_of
+from castore.adapters.datasets.steps import (
+    BATCH_ROWS,
+    BLOCK_KINDS,
+    RunOptions,
+    Step,
+    drop_duplicates,
+    steps_of,
+)
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
 from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.codecs import check_codec
@@ -405,7 +412,7 @@ class _Run:
                     stacklevel=6,
                 )
                 return in_one_pass(file)
-            return planned.step.first_of_equals(self._hashed.dataset, dataset.column_names)
+            return drop_duplicates(planned.step.operator, self._hashed.dataset, dataset.column_names)
 
         return make
 

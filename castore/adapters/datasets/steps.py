@@ -88,10 +88,6 @@ class Step:
     def run(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
         """The dataset after this step."""
         with worker_processes.bound_to_thread() if options.num_proc else contextlib.nullcontext():
-            if self.kind == "deduplicate":
-                if not len(dataset):
-                    return dataset  # `map` would not have added the columns that process reads
-                return self.first_of_equals(self.hash_rows(dataset, options), dataset.column_names)
             return _PASSES[self.kind](self.operator, dataset, options)
 
     def sees_batches(self) -> bool:
@@ -101,28 +97,6 @@ class Step:
         if not hasattr(self.operator, "process") and not hasattr(self.operator, "process_batched"):
             return False  # a function
         return _method(self.operator, _ROW_METHODS[self.kind])[1]
-
-    def hash_rows(self, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
-        """The first pass of a deduplicator: the dataset with the columns that its `process` reads."""
-        function, batched = _method(self.operator, "compute_hash")
-        called = _count_rows(function, batched, options)
-        return dataset.map(called, batched=batched, **options.keywords())
-
-    def first_of_equals(self, hashed: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
-        """The second pass of a deduplicator: the rows that remain, in columns of those names.
-
-        Raises:
-            InvalidValueError: the operator returns no dataset.
-        """
-        # Data-Juicer's own deduplicators return the duplicates that they found, too.
-        result = self.operator.process(hashed)
-        kept = result[0] if isinstance(result, tuple) else result
-        if not isinstance(kept, datasets.Dataset):
-            raise InvalidValueError(
-                f"process of the deduplicator {operator_name(self.operator)!r} must return the remaining "
-                f"dataset, not {type(kept).__name__}"
-            )
-        return kept.remove_columns([name for name in kept.column_names if name not in columns])
 
 
 def steps_of(operator: Any) -> list[Step]:
@@ -213,6 +187,35 @@ def _filter(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> da
     return dataset.filter(_count_rows(function, batched, options), batched=batched, **options.keywords())
 
 
+def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    if not len(dataset):
+        return dataset  # `map` would not have added the columns that process reads
+    return drop_duplicates(operator, hash_rows(operator, dataset, options), dataset.column_names)
+
+
+def hash_rows(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
+    """The first pass of a deduplicator: the dataset with the columns that its `process` reads."""
+    function, batched = _method(operator, "compute_hash")
+    return dataset.map(_count_rows(function, batched, options), batched=batched, **options.keywords())
+
+
+def drop_duplicates(operator: Any, hashed: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
+    """The second pass of a deduplicator: the rows that remain, in columns of those names.
+
+    Raises:
+        InvalidValueError: the operator returns no dataset.
+    """
+    # Data-Juicer's own deduplicators return the duplicates that they found, too.
+    result = operator.process(hashed)
+    kept = result[0] if isinstance(result, tuple) else result
+    if not isinstance(kept, datasets.Dataset):
+        raise InvalidValueError(
+            f"process of the deduplicator {operator_name(operator)!r} must return the remaining dataset,"
+            f" not {type(kept).__name__}"
+        )
+    return kept.remove_columns([name for name in kept.column_names if name not in columns])
+
+
 def _select(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     # Data-Juicer moves a dataset's attributes to its own class; a copy is a plain dataset, whatever this one
     # is.
@@ -240,6 +243,7 @@ _PASSES: dict[str, Callable[[Any, datasets.Dataset, RunOptions], datasets.Datase
     "map": _map,
     "stats": _stats,
     "filter": _filter,
+    "deduplicate": _deduplicate,
     "select": _select,
 }
 
