@@ -16,7 +16,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any
 
 import pytest
@@ -54,7 +54,12 @@ def load(package: str) -> ModuleType:
 
 def classes_of(module: ModuleType) -> dict[str, Any]:
     found = {name: getattr(module, name) for name in module.__all__}
-    return {name: value for name, value in found.items() if inspect.isclass(value)}
+    # An alias is a class for `inspect` before Python 3.11.
+    return {
+        name: value
+        for name, value in found.items()
+        if inspect.isclass(value) and not isinstance(value, GenericAlias)
+    }
 
 
 def own_bases(kind: type) -> list[type]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 from castore.cli.exit_codes import INTERRUPTED, TERMINATED
 
@@ -76,9 +77,18 @@ def _resend_interrupt(unraisable: Any) -> None:
         import threading
 
         signal.signal(signal.SIGINT, _interrupt)
-        # An exception raised in here would be dropped again.
-        again = threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        again.daemon = True
-        again.start()
+        threading.Thread(target=_interrupt_later, args=(threading.get_ident(),), daemon=True).start()
     else:
         sys.__unraisablehook__(unraisable)
+
+
+def _interrupt_later(thread: int) -> None:
+    """Send Ctrl-C to a thread that has left `_resend_interrupt`: in there it would be dropped again."""
+    hook, frame = _resend_interrupt.__code__, sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is hook:
+            time.sleep(0.005)
+            frame = sys._current_frames().get(thread)
+        else:
+            frame = frame.f_back
+    signal.pthread_kill(thread, signal.SIGINT)

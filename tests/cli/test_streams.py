@@ -243,10 +243,20 @@ def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
         assert process.returncode in ((130, -number) if number == signal.SIGINT else (-number,)), delay
 
 
-def test_an_interrupt_that_python_would_forget_is_not() -> None:
+# On a busy machine a thread's start takes as long as it likes; here it always takes longer than the thread.
+_SLOW_START = (
+    "import threading\n"
+    "start = threading.Thread.start\n"
+    "threading.Thread.start = lambda self: [start(self), time.sleep(0.3)][0]\n"
+)
+
+
+@pytest.mark.parametrize("slow", ["", _SLOW_START], ids=["", "slow"])
+def test_an_interrupt_that_python_would_forget_is_not(slow: str) -> None:
     program = (
         "import os, signal, sys, time\n"
         "from castore.cli import commands, main\n"
+        f"{slow}"
         "class Late:\n"
         "    def __del__(self):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"

@@ -129,6 +129,7 @@ def interrupted_at(step: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for a frame that wants them only at `settrace`
     sys.settrace(trace)
     try:
         call()
