@@ -6,6 +6,6 @@ code through the user's modules, `pickled` is the state of objects as pickle see
 types that pickle's protocol describes badly. `tracing` encodes by such rules and finds, with `doubts` and
 `addresses`, values that are random. `moved` has former names of castore's modules, which keys keep.
 
-May import: names, errors.
+May import: system, names, errors.
 Must never: run a user's code, or give two different computations one key.
 """

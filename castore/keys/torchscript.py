@@ -17,6 +17,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from castore.system.cpus import hash_threads
+
 _NUMBERED = re.compile(r"___torch_mangle_\d+\.?")
 # Start of a class, a function or a method.
 _HEADS = re.compile(r"\n(?=(?:  )?def |class )")
@@ -89,7 +91,7 @@ class _Reader(pickle.Unpickler):
         """Return type, size and digest of a storage. Its device does not count."""
         _, kind, number, _, size = told
         data = self._files.read(self._paths[f"{self._name}/{number}"])
-        return kind.name, size, blake3(data, max_threads=blake3.AUTO).digest()
+        return kind.name, size, blake3(data, max_threads=hash_threads()).digest()
 
 
 def _plain(value: Any, without: frozenset[str]) -> Any:

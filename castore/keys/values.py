@@ -26,6 +26,7 @@ from castore.keys.functions import code_parts
 from castore.keys.libraries import library_object, library_of
 from castore.keys.pickled import lasting, object_parts, state_parts
 from castore.keys.registry import Count, Row, Table
+from castore.system.cpus import hash_threads
 
 #: Prefixes of attributes that torch.compile and transformers set on tensors.
 _LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
@@ -132,7 +133,7 @@ def _shared_memory(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The name does not count: it is random in every run.
     if value.buf is None:
         raise UnencodableError("is a SharedMemory that was closed; hold one that is open")
-    yield from ("shared memory", len(value.buf), blake3(value.buf, max_threads=blake3.AUTO).digest())
+    yield from ("shared memory", len(value.buf), blake3(value.buf, max_threads=hash_threads()).digest())
 
 
 def _c_data(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -267,7 +268,7 @@ def tensor_values(encoder: Encoder, value: Any) -> Iterator[Any]:
         # reject.
         data = flat.unsqueeze(-1).view(torch.uint8).numpy().data if flat.numel() else b""
         # For small tensors threads cost more than they save.
-        threads = blake3.AUTO if len(data) > 1 << 20 else 1
+        threads = hash_threads() if len(data) > 1 << 20 else 1
         yield from ("tensor", str(plain.dtype), tuple(plain.shape))
         yield blake3(data, max_threads=threads).digest()
     if type(value) not in (torch.Tensor, torch.nn.Parameter):

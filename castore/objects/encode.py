@@ -24,7 +24,7 @@ from castore.objects.codecs import AUTO_CODEC, CODECS, FRAME_SIZE, zstd_compress
 from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
 from castore.records import Buffer
-from castore.system.cpus import usable_cores
+from castore.system.cpus import hash_threads, usable_cores
 
 #: `auto` keeps the compressed form if it saves at least this share; a smaller saving does not pay for
 #: decoding.
@@ -311,7 +311,7 @@ def _read_full(fd: int, length: int, offset: int) -> bytes:
 
 def hash_file(fd: int, limit: int | None = None) -> tuple[bytes, int]:
     """``(digest, size)`` of an open file, or of its first ``limit`` bytes. Constant memory, all cores."""
-    hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    hasher = blake3.blake3(max_threads=hash_threads())
     # Large enough to share between cores, small enough to stay in their caches.
     buffer = bytearray(2 * 1024 * 1024)
     view = memoryview(buffer)

@@ -1,7 +1,8 @@
 """Gives the tables that are read one after the other the schema of the first.
 
 `datasets` casts later tables too, but joins those of one row before it casts them, and casts strings to
-numbers: "02134" behind numbers becomes 2134. Must never drop a value, nor change more of it than its type.
+numbers, and numbers to booleans: "02134" behind numbers becomes 2134, and 5 behind booleans True. Must never
+drop a value, nor change more of it than its type.
 """
 
 from __future__ import annotations
@@ -44,29 +45,34 @@ def check_fits(found: pa.Schema, first: pa.Schema) -> None:
 
     Raises:
         OtherSchemaError: there are columns that the rows before do not have, or strings where those have
-            numbers or booleans.
+            numbers or booleans, or numbers where those have booleans, or the reverse.
     """
     new = [name for name in found.names if name not in first.names]
     if new:
         raise OtherSchemaError(
-            f"column {new[0]!r} is not in the rows before, which have {', '.join(map(repr, first.names))}; "
-            "give all files the same columns"
+            f"column {new[0]!r} is not in the rows before, which have "
+            f"{', '.join(map(repr, first.names)) or 'none'}; give all files the same columns"
         )
-    _check_texts(found, first)
+    _check_fields(found, first)
 
 
-def _check_texts(found: pa.Schema | pa.StructType, first: pa.Schema | pa.StructType) -> None:
+def _check_fields(
+    found: pa.Schema | pa.StructType, first: pa.Schema | pa.StructType, above: str = ""
+) -> None:
     for field in found:
         if field.name in first.names:
-            _check_text(field.name, field.type, first.field(field.name).type)
+            _check_field(f"{above}{field.name}", field.type, first.field(field.name).type)
 
 
-def _check_text(name: str, found: pa.DataType, first: pa.DataType) -> None:
+def _check_field(name: str, found: pa.DataType, first: pa.DataType) -> None:
     if pa.types.is_list(found) and pa.types.is_list(first):
-        _check_text(name, found.value_type, first.value_type)
+        _check_field(name, found.value_type, first.value_type)
     elif pa.types.is_struct(found) and pa.types.is_struct(first):
-        _check_texts(found, first)
-    elif pa.types.is_string(found) and pa.types.is_primitive(first):
+        _check_fields(found, first, f"{name}.")
+    elif pa.types.is_null(found) or not pa.types.is_primitive(first):
+        return
+    elif pa.types.is_string(found) or pa.types.is_boolean(found) != pa.types.is_boolean(first):
         raise OtherSchemaError(
-            f"field {name!r} has texts behind rows in which it is {first}; write all its values as texts"
+            f"field {name!r} has other values than {first}, which all rows before have there; write the "
+            "values of all rows as one type, for example as texts"
         )

@@ -348,6 +348,18 @@ def test_several_processes_give_what_one_gives(cli: Cli, place: Path) -> None:  
     assert hits(cli("process", "--config", recipe(place), "--json")) == [True] * 7
 
 
+def test_several_processes_hash_many_blocks(tmp_path: Path, cli: Cli) -> None:  # noqa: F811
+    # Regression: the processes that hashed blocks waited for threads of their parent.
+    rows = "".join(json.dumps({"text": f"{number // 2:09} Word"}) + "\n" for number in range(24_000))
+    (tmp_path / "data.jsonl").write_text(rows)
+    (tmp_path / "recipe.yaml").write_text(
+        f"dataset_path: {tmp_path}/data.jsonl\nexport_path: {tmp_path}/out.jsonl\n"
+        "process:\n  - document_deduplicator\n"
+    )
+    cli("process", "--config", str(tmp_path / "recipe.yaml"), "--np", "2")
+    assert (tmp_path / "out.jsonl").read_text() == "".join(rows.splitlines(keepends=True)[::2])
+
+
 def test_startup_of_other_commands_does_not_pay_for_this_one() -> None:
     code = (
         "import sys, castore.cli.main as m; m.main(['ls', '--help']); "

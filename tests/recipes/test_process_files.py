@@ -192,10 +192,12 @@ def test_numbers_and_strings_are_read_as_they_are_written(tmp_path: Path, name: 
 @pytest.mark.parametrize(
     ("first", "later", "words"),
     [
-        ({"n": 5}, {"n": "02134"}, "field 'n' has texts behind rows in which it is int64"),
-        ({"n": 0.5}, {"n": "7"}, "field 'n' has texts behind rows in which it is double"),
-        ({"n": True}, {"n": "true"}, "field 'n' has texts behind rows in which it is bool"),
-        ({"n": [{"m": 1}]}, {"n": [{"m": "01"}]}, "field 'm' has texts behind rows in which it is int64"),
+        ({"n": 5}, {"n": "02134"}, "field 'n' has other values than int64"),
+        ({"n": 0.5}, {"n": "7"}, "field 'n' has other values than double"),
+        ({"n": True}, {"n": "true"}, "field 'n' has other values than bool"),
+        ({"n": True}, {"n": 5}, "field 'n' has other values than bool"),
+        ({"n": 0.5}, {"n": False}, "field 'n' has other values than double"),
+        ({"n": [{"m": 1}]}, {"n": [{"m": "01"}]}, "field 'n.m' has other values than int64"),
         ({"n": 5}, {"n": 5, "m": 1}, "column 'm' is not in the rows before, which have 'n'"),
     ],
 )

@@ -28,6 +28,7 @@ from castore.keys.functions import orders
 from castore.keys.objects import OBJECTS
 from castore.keys.registry import Rules, Table
 from castore.keys.tracing import Encoded, encode
+from castore.system.cpus import hash_threads
 
 _VERSION = b"castore.operator.1"
 _LARGE = 1 << 20
@@ -75,7 +76,7 @@ def _large(encoder: Encoder, value: Any) -> bytes | None:
     if value.nbytes < _LARGE or value.dtype.names is not None or value.dtype.itemsize == 0:
         return None
     np = sys.modules["numpy"]
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3(max_threads=hash_threads())
     # Row by row: an array that is not contiguous is not copied whole.
     rows = len(value) if value.flags.c_contiguous else max(1, len(value) * _LARGE * 64 // value.nbytes)
     for start in range(0, len(value), rows):
@@ -86,7 +87,7 @@ def _large(encoder: Encoder, value: Any) -> bytes | None:
 def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
     pa = sys.modules["pyarrow"]
     if isinstance(value, pa.Buffer):
-        yield from ("buffer", blake3(value, max_threads=blake3.AUTO).digest())
+        yield from ("buffer", blake3(value, max_threads=hash_threads()).digest())
         return
     if isinstance(value, pa.RecordBatch):
         value = pa.Table.from_batches([value])

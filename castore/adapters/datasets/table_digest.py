@@ -7,6 +7,8 @@ from typing import Any
 import pyarrow as pa
 from blake3 import blake3
 
+from castore.system.cpus import hash_threads
+
 _CHUNK_ROWS = 10_000
 
 
@@ -31,7 +33,7 @@ class _HashingFile:
     closed = False
 
     def __init__(self) -> None:
-        self.hasher = blake3(max_threads=blake3.AUTO)
+        self.hasher = blake3(max_threads=hash_threads())
 
     def write(self, data: Any) -> int:
         self.hasher.update(data)
