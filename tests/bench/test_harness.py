@@ -79,6 +79,24 @@ def test_a_contestant_that_cannot_run_here_is_never_run() -> None:
     assert [timing.figures for timing in measure(row, 3).timings] == [pytest.approx([10.0] * 3), []]
 
 
+def test_a_peer_that_fails_costs_its_own_figures_and_no_others() -> None:
+    def fails() -> float:
+        turns.append("peer")
+        if len(turns) > 2:
+            raise RuntimeError("its worker\nhangs")
+        return 1.0
+
+    turns: list[str] = []
+    contestants = [timed("castore", 0.010), Contestant("peer", fails)]
+    found = measure(Row("get", milliseconds(), contestants, reference="peer"), 5)
+    assert found.timing("castore").figures == [10.0] * 5
+    assert (found.timing("peer").figures, found.timing("peer").skipped) == ([], "it failed: its worker hangs")
+    assert len(turns) == 3
+    ours = Contestant("castore", fails, ours=True)
+    with pytest.raises(RuntimeError):
+        measure(Row("get", milliseconds(), [ours]), 5)
+
+
 def test_a_ratio_above_one_is_better_for_times_and_for_rates() -> None:
     assert result().ratio("castore", "peer") == pytest.approx(4)
     rates = measure(Row("read", per_second(1, "files/s"), [timed("castore", 0.01), timed("peer", 0.04)]), 5)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import castore
 from castore.adapters.datasets.operator_keys import operator_fingerprint
 from castore.adapters.datasets.table_digest import table_digest
 from castore.objects.encode import hash_file
@@ -32,6 +33,12 @@ def _table(folder: Path) -> object:
 
 def _operator(folder: Path) -> object:
     return operator_fingerprint(functools.partial(max, np.arange(SIZE // 8)))
+
+
+def test_all_threads_that_hash_are_asked_for_in_one_place() -> None:
+    package = Path(castore.__file__).parent
+    asking = {path.name for path in package.rglob("*.py") if "blake3.AUTO" in path.read_text()}
+    assert asking == {"cpus.py"}
 
 
 @pytest.mark.parametrize("digest", [_file, _table, _operator])

@@ -236,16 +236,24 @@ def measure(row: Row, rounds: int, tick: Callable[[str], None] = lambda _: None)
     if row.cold and os.geteuid() != 0:
         result.skipped = "dropping the kernel's caches needs root"
         return result
-    running = [contestant for contestant in row.contestants if not contestant.skipped]
-    if not row.cold:
-        for contestant in running:
-            tick(f"{contestant.name}, warming")
-            _run(contestant, cold=False)
-    timings = [result.timing(contestant.name) for contestant in running]
-    for turn in range(rounds):
-        for contestant, timing in zip(running, timings, strict=True):
-            tick(f"{contestant.name}, round {turn + 1} of {rounds}")
-            timing.figures.append(row.unit.figure(_run(contestant, cold=row.cold)))
+    # Round 0 warms up.
+    for turn in range(1 if row.cold else 0, rounds + 1):
+        for contestant in row.contestants:
+            timing = result.timing(contestant.name)
+            if timing.skipped:
+                continue
+            tick(f"{contestant.name}, {f'round {turn} of {rounds}' if turn else 'warming'}")
+            try:
+                figure = row.unit.figure(_run(contestant, cold=row.cold))
+            except Exception as error:
+                if contestant.ours:
+                    raise
+                # A peer that fails costs its own figures, not those of the others.
+                timing.figures.clear()
+                timing.skipped = " ".join(f"it failed: {error}".split())[:300]
+                continue
+            if turn:
+                timing.figures.append(figure)
     return result
 
 

@@ -9,11 +9,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+# Seconds after which a reader that gives no answer is taken for hung.
+_PATIENCE = 600
 
 PROJECT = Path(__file__).resolve().parents[2]
 #: The environments that `tools/setup.sh bench` makes below the project, for castore and for its peers.
@@ -142,10 +146,18 @@ class Reader(AbstractContextManager["Reader"]):
         return float(self._listen())
 
     def _listen(self) -> str:
-        answer = _stream(self._process.stdout).readline()
+        patience = threading.Timer(_PATIENCE, self._process.kill)
+        patience.start()
+        try:
+            answer = _stream(self._process.stdout).readline()
+        finally:
+            patience.cancel()
         if not answer:
             _, errors = self._process.communicate()
-            raise RuntimeError(f"the reader of {self._what} failed: {errors.strip()[-2000:]}")
+            raise RuntimeError(
+                f"the reader of {self._what} failed, or gave no answer for {_PATIENCE} s: "
+                f"{errors.strip()[-2000:]}"
+            )
         return answer
 
     def __exit__(
