@@ -254,10 +254,12 @@ def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLik
         text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
-    where = ""
-    if foreign is None and len(source.files) > 1 and source.kind != SAVED:
-        file = file_reader.find_unreadable(source.kind, source.files, os.fspath(folder))
-        where = "" if file is None else f"in {file!r}: "
+    file: str | None = None
+    if foreign is None and source.kind != SAVED:
+        file = source.files[0]
+        if len(source.files) > 1:
+            file = file_reader.find_unreadable(source.kind, source.files, os.fspath(folder))
+    where = "" if file is None or file == source.path else f"in {file!r}: "
     return InvalidValueError(
         f"cannot read dataset_path {source.path!r} as {source.kind}: {where}{text[:400]}"
     )

@@ -219,6 +219,15 @@ def test_a_file_that_does_not_fit_those_before_is_refused_and_named(
     assert f"in {str(tmp_path / f'c.{ending}')!r}: " in str(caught.value)
 
 
+def test_the_only_file_of_a_folder_is_named_too(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text('{"n": 1}\n{"n": ')
+    with pytest.raises(InvalidValueError, match=re.escape(f"in {str(tmp_path / 'data' / 'a.jsonl')!r}: ")):
+        sources.read(sources.find(tmp_path / "data"), tmp_path / "work")
+    with pytest.raises(InvalidValueError, match=r"a\.jsonl' as json: JSON parse error"):
+        sources.read(sources.find(tmp_path / "data" / "a.jsonl"), tmp_path / "work")
+
+
 @pytest.mark.parametrize("later", ["n,t\n", "n,t\n2,b\n", "n,t\n2,b\n3,c\n"])
 def test_tables_may_name_their_columns_in_another_order(tmp_path: Path, store: Store, later: str) -> None:
     (tmp_path / "a.csv").write_text("t,n\na,1\n")
