@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,9 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _frozen_modules = 0
 
 
-def pytest_collection_finish() -> None:
-    """See `_pass_over_imports`."""
-    _pass_over_imports()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without the collector of garbage: there is none yet, and its looks take a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        _pass_over_imports()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

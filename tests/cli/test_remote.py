@@ -23,7 +23,7 @@ from castore.remote.keys import commit_key
 from castore.remote.pages import digest_of
 from tests.cli.conftest import Cli
 from tests.cli.test_terminal import drawn, read_all
-from tests.helpers import noise
+from tests.helpers import LONG, noise
 from tests.remote.nodes import end_fetcher, know
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -463,8 +463,9 @@ def _has_text(path: Path) -> bool:
     return bool(path.read_text())
 
 
+@pytest.mark.torture
 def test_an_interrupt_while_the_other_process_starts_ends_both(castore: Start, team: str) -> None:
-    for _ in range(5):
+    for _ in range(5 if LONG else 2):
         process = castore("push", start_new_session=True)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         assert interrupt(process, partial(_has_text, children)).endswith(b"castore: interrupted\n")

@@ -23,7 +23,7 @@ from castore.gc import leftovers
 from castore.index.database import Index
 from castore.objects.directory import ObjectDirectory
 from castore.repair import doctor
-from tests.helpers import in_processes
+from tests.helpers import LONG, in_processes
 
 NAMES = [f"folder/{i:02d}" for i in range(20)]
 
@@ -159,7 +159,9 @@ def test_computing_a_key_from_inside_its_own_computation_is_an_error(tmp_path: P
         assert store.get_or_compute("key", lambda: b"2") == b"2"
 
 
+@pytest.mark.torture
 def test_a_child_forked_in_the_middle_of_writes_can_write(tmp_path: Path) -> None:
+    children = 25 if LONG else 10
     with Store(tmp_path / "store", memory=0) as store:
         stop = threading.Event()
 
@@ -172,7 +174,7 @@ def test_a_child_forked_in_the_middle_of_writes_can_write(tmp_path: Path) -> Non
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            for child in range(25):
+            for child in range(children):
                 pid = os.fork()
                 if pid == 0:
                     store.put(f"child/{child}", b"written")
@@ -184,7 +186,7 @@ def test_a_child_forked_in_the_middle_of_writes_can_write(tmp_path: Path) -> Non
         finally:
             stop.set()
             writer.join()
-        assert all(store.get(f"child/{child}") == b"written" for child in range(25))
+        assert all(store.get(f"child/{child}") == b"written" for child in range(children))
 
 
 def test_a_forked_child_keeps_its_writes_when_everybody_else_closes(tmp_path: Path) -> None:

@@ -19,31 +19,30 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Fingerprints of all kinds, as three new processes compute them: two of the same text, one of the
-    changed text.
+    """Fingerprints of all kinds, as new processes compute them: two of the same text, one of the changed
+    text.
     """
     folder = tmp_path_factory.mktemp("zoo")
     zoo.write(folder / "here", "1")
     zoo.write(folder / "elsewhere", "1")
     zoo.write(folder / "changed", "2")
-    runs = {
-        name: subprocess.Popen(
-            [sys.executable, zoo.__file__, str(folder / name)],
+    answers: dict[str, dict[str, str]] = {}
+    for seed, names in (("1", ("here", "changed")), ("4242", ("elsewhere",))):
+        run = subprocess.run(
+            [sys.executable, zoo.__file__, *(str(folder / name) for name in names)],
             stdout=subprocess.PIPE,
             env={
                 **os.environ,
                 "PYTHONHASHSEED": seed,
                 "PYTHONPATH": str(ROOT),
-                "HF_HOME": str(folder / f"hf {name}"),
+                "HF_HOME": str(folder / f"hf {seed}"),
             },
+            timeout=300,
+            check=True,
         )
-        for name, seed in (("here", "1"), ("elsewhere", "4242"), ("changed", "1"))
-    }
-    answers = {name: run.communicate(timeout=300)[0] for name, run in runs.items()}
-    assert {name: run.returncode for name, run in runs.items()} == dict.fromkeys(runs, 0)
-    return {
-        name: {kind: answer[0] for kind, answer in json.loads(text).items()} for name, text in answers.items()
-    }
+        for name, line in zip(names, run.stdout.splitlines(), strict=True):
+            answers[name] = {kind: answer[0] for kind, answer in json.loads(line).items()}
+    return answers
 
 
 def test_the_zoo_has_at_least_forty_kinds() -> None:

@@ -157,7 +157,15 @@ def test_a_dataset_with_a_key_of_its_own_changes_with_that_key(
             cached[5]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("wrap", "start"),
+    [
+        pytest.param(name, start, marks=[pytest.mark.matrix] * (number > 0 and start == "spawn"))
+        for number, name in enumerate(WRAPPERS)
+        for start in ("fork", "spawn")
+    ],
+    indirect=["wrap"],
+)
 def test_workers_see_a_change_too(wrap: Callable[..., Any], start: str, tmp_path: Path) -> None:
     data = TensorDataset(torch.arange(10.0))
     with wrap(data, tmp_path / "cache") as cached:
@@ -270,6 +278,11 @@ def test_a_change_deep_inside_shows(wrap: Callable[..., Any], case: str, tmp_pat
         assert torch.equal(cached[4], again[4])
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(name, marks=[pytest.mark.matrix] * (number == 0)) for number, name in enumerate(WRAPPERS)],
+    indirect=True,
+)
 def test_weights_that_go_to_workers_have_not_changed(wrap: Callable[..., Any], tmp_path: Path) -> None:
     data = Transformed(model().requires_grad_(False))
     with wrap(data, tmp_path / "cache") as cached:

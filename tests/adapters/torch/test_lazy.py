@@ -144,7 +144,11 @@ def test_a_cache_around_a_shard_is_refused(make_shard: Make) -> None:
 
 
 # A spawned worker imports torch for a second, so one has to do.
-_PERSISTENT = [Cell("fork", 2, True), Cell("forkserver", 2, True), Cell("spawn", 1, True)]
+_PERSISTENT = [
+    Cell("fork", 2, True),
+    pytest.param(Cell("forkserver", 2, True), marks=pytest.mark.matrix),
+    Cell("spawn", 1, True),
+]
 
 
 @pytest.mark.parametrize("cell", _PERSISTENT, ids=str, indirect=True)

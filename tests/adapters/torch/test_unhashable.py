@@ -76,15 +76,13 @@ def test_data_that_cannot_be_hashed_is_cached_for_this_run(kind: str, drawn: Dra
             assert list(store.entries()) == []
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_share_the_level_of_this_run(start: str, drawn: Drawn, tmp_path: Path) -> None:
-    # Each epoch has workers of its own. A spawned one imports torch for a second, so there is one an epoch.
-    workers = {"fork": 2, "spawn": 1}[start]
+def test_workers_share_the_level_of_this_run(drawn: Drawn, tmp_path: Path) -> None:
     with levels("bilevel", drawn, tmp_path / "cache", write_through=True) as cached:
-        loader: DataLoader[Any] = DataLoader(
-            cached, batch_size=5, num_workers=workers, multiprocessing_context=start
-        )
-        for _ in range(2):
+        # Each epoch has workers of its own. A spawned one imports torch for a second, so there is only one.
+        for start, workers in (("fork", 2), ("fork", 1), ("spawn", 1)):
+            loader: DataLoader[Any] = DataLoader(
+                cached, batch_size=5, num_workers=workers, multiprocessing_context=start
+            )
             assert sorted(int(n) for batch in loader for n in batch) == list(range(30))
         assert drawn.reads() == list(range(30))
 
