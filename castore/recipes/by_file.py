@@ -1,8 +1,8 @@
 """The files of a source as units that are read by themselves: large files alone, small neighbours together.
 
 A unit's key has the digests of its files, the reader, and what all files have in common (`file_reader`). So a
-new file costs itself, unless it changes what they have in common: a type in a column of CSV files, or, as the
-first file, the features.
+new file costs itself, unless it changes what they have in common: a type in a column, or, in JSON files, the
+columns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import datasets
 import pyarrow as pa
 
 from castore.adapters.datasets.file_digests import remembered
-from castore.adapters.datasets.source_units import DependentFileError, Unit, Units
+from castore.adapters.datasets.source_units import DependentFileError, FeaturesChangedError, Unit, Units
 from castore.keys.encoder import key
 from castore.recipes import file_reader
+from castore.recipes.common_schema import Neighbours, OtherSchemaError, WiderSchemaError, join_schemas
 from castore.recipes.csv_reader import ColumnTypes, join_types
-from castore.recipes.file_reader import TYPED_BY_ALL_ROWS, Common
+from castore.recipes.file_reader import JOINED, TYPED_BY_ALL_ROWS, Common, is_caused_by
 from castore.recipes.mixture import Mixture
 from castore.recipes.seen_files import SeenFiles
 from castore.recipes.sources import SAVED, Source, reader_identity
@@ -65,17 +66,26 @@ def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path | None
     identity = reader_identity(source.kind)
     types = [_find_types(source.kind, files, identity, seen, store, folder) for files in groups]
     common = _find_common(source, join_types(filter(None, types)), identity, seen, store, folder)
+    common, around = _join_known(source.kind, groups, common, identity, seen, store)
 
-    def read(files: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        yield from file_reader.read_tables(source.kind, files, common, str(folder))
+    def read(number: int) -> Iterator[tuple[int, pa.Table]]:
+        files = groups[number]
+        try:
+            yield from file_reader.read_tables(source.kind, files, common, str(folder), around[number])
+        except DependentFileError as error:
+            if source.kind != JOINED or not is_caused_by(error, WiderSchemaError):
+                raise
+            for group in groups:
+                _find_schema(group, identity, seen, store, folder)
+            raise FeaturesChangedError from error
         seen.check(files)
 
     units = []
-    for files, own in zip(groups, types, strict=True):
+    for number, (files, own) in enumerate(zip(groups, types, strict=True)):
         digests = [seen.digest(file) for file in files]
         counted = {"version": _VERSION, "reader": identity, "common": common.counted(own)}
         size = sum(seen.state(file).st_size for file in files)
-        units.append(Unit(key({**counted, "files": digests}), len(files), size, partial(read, files)))
+        units.append(Unit(key({**counted, "files": digests}), len(files), size, partial(read, number)))
     return Units(common.features, units)
 
 
@@ -121,6 +131,58 @@ def _find_types(
 
     found: ColumnTypes = _remembered(store, told, find, folder)
     return found
+
+
+def _find_schema(
+    files: Sequence[str], identity: list[Any], seen: SeenFiles, store: Store, folder: Path | None
+) -> pa.Schema | None:
+    """The schema of the rows of some JSON files; None if there are none."""
+    told = ["schema", _VERSION, identity, [seen.digest(file) for file in files]]
+
+    def find(folder: Path) -> Any:
+        found = file_reader.find_schema(JOINED, files, str(folder))
+        seen.check(files)
+        return None if found is None else datasets.Features.from_arrow_schema(found).to_dict()
+
+    features = _remembered(store, told, find, folder)
+    return None if features is None else datasets.Features.from_dict(features).arrow_schema
+
+
+def _join_known(
+    kind: str, groups: Sequence[list[str]], common: Common, identity: list[Any], seen: SeenFiles, store: Store
+) -> tuple[Common, list[Neighbours | None]]:
+    """The properties that all files have in common, with the schemas that are known of some of them.
+
+    Most files fit the first. Only where one did not, schemas are known: finding one takes as long as reading.
+
+    Returns:
+        The properties, and for each unit the rows around it.
+
+    Raises:
+        DependentFileError: rows do not fit each other.
+    """
+    schemas: list[pa.Schema | None] = []
+    for files in groups:
+        try:
+            schemas.append(_find_schema(files, identity, seen, store, None) if kind == JOINED else None)
+        except DependentFileError:  # not known
+            schemas.append(None)
+    if not any(schemas):
+        return common, [None] * len(groups)
+    before = [common.features.arrow_schema]
+    try:
+        for schema in schemas:
+            before.append(before[-1] if schema is None else join_schemas([before[-1], schema]))
+    except OtherSchemaError as error:
+        raise DependentFileError from error
+    joined = before[-1]
+    around = [
+        # A unit whose schema is known fits. All units behind have to be looked at, for columns keep the order
+        # in which rows have them.
+        Neighbours(joined, before[number], filter(None, schemas[number + 1 :])) if own is None else None
+        for number, own in enumerate(schemas)
+    ]
+    return common._replace(features=datasets.Features.from_arrow_schema(joined)), around
 
 
 def _find_common(

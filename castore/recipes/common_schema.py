@@ -1,15 +1,18 @@
-"""Gives the tables that are read one after the other the schema of the first.
+"""Joins the schemas of tables that are read one after the other, and casts each table to the result.
 
-`datasets` casts later tables too, but joins those of one row before it casts them, and casts strings to
-numbers, and numbers to booleans: "02134" behind numbers becomes 2134, and 5 behind booleans True. Must never
-drop a value, nor change more of it than its type.
+`datasets` casts later tables to the schema of the first, but joins those of one row before it casts them, and
+casts strings to numbers, and numbers to booleans: "02134" behind numbers becomes 2134, and 5 behind booleans
+True. It refuses a column that is null in the first file and filled later, and a fraction behind integers.
+Must never drop a value, nor change more of it than its type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import datasets
 import pyarrow as pa
 from datasets.table import table_cast
 
@@ -18,61 +21,150 @@ class OtherSchemaError(ValueError):
     """Rows do not fit the rows before them."""
 
 
-def cast_to_first(
-    tables: Iterable[tuple[Any, pa.Table]], first: pa.Schema | None
+class WiderSchemaError(ValueError):
+    """Rows fit the rows before them, but have columns or types that the schema lacks."""
+
+
+class Neighbours:
+    """The rows around some tables: decide whether a table fits.
+
+    Args:
+        schema: the schema of all rows.
+        before: the schema of the rows before the tables; by default that of all rows.
+        after: the schemas of the rows behind them, in order.
+    """
+
+    def __init__(
+        self, schema: pa.Schema, before: pa.Schema | None = None, after: Iterable[pa.Schema] = ()
+    ) -> None:
+        self.schema = schema
+        self._before = schema if before is None else before
+        self._after = tuple(after)
+
+    def check_fits(self, found: pa.Schema) -> None:
+        """Check that the schema of all rows is the same with a table of a schema among them.
+
+        Raises:
+            OtherSchemaError: see `join_schemas`.
+            WiderSchemaError: the table has columns or types that the schema lacks, or has them in front of
+                rows that are known to have them too, which gives columns another order.
+        """
+        joined = join_schemas([self._before, found, *self._after])
+        if joined.equals(self.schema):
+            return
+        new = [name for name in found.names if name not in self.schema.names]
+        if new:
+            raise WiderSchemaError(
+                f"column {new[0]!r} is not in the rows before, which have "
+                f"{', '.join(map(repr, self.schema.names)) or 'none'}; give all files the same columns"
+            )
+        raise WiderSchemaError(f"the schema of the rows is {joined}, not {self.schema}")
+
+
+def cast_tables(
+    tables: Iterable[tuple[Any, pa.Table]], around: Neighbours | None
 ) -> Iterator[tuple[Any, pa.Table]]:
-    """Tables with their places, each cast to the schema of the first.
+    """Tables with their places, each cast to one schema.
 
     Args:
         tables: places and tables.
-        first: the schema to cast all tables to, for tables that stand behind others.
+        around: the rows around them; by default the first table has the schema of all.
 
     Raises:
-        OtherSchemaError: see `check_fits`.
+        OtherSchemaError: a value has no equal of the type that the rows before have; or see
+            `Neighbours.check_fits`.
+        WiderSchemaError: see there.
     """
+    last: pa.Schema | None = None
     for place, table in tables:
-        if first is None:
-            first = table.schema
-        if table.schema.equals(first):
-            yield place, table
-        elif len(table):
-            check_fits(table.schema, first)
-            yield place, table_cast(table.combine_chunks(), first)
+        if around is None:
+            around = Neighbours(normal(table.schema))
+        if not table.schema.equals(around.schema) and not len(table):
+            continue
+        if last is None or not table.schema.equals(last):
+            around.check_fits(table.schema)
+            last = table.schema
+        yield place, _cast(table.combine_chunks(), around.schema)
 
 
-def check_fits(found: pa.Schema, first: pa.Schema) -> None:
-    """Check that rows can be cast to the schema of the rows before them, with nothing lost.
+def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    with add_column(table, schema):
+        return table_cast(table, schema)
+
+
+@contextmanager
+def add_column(table: pa.Table, schema: pa.Schema) -> Iterator[None]:
+    """Name the column in errors of a cast, such as of an integer that no fraction equals."""
+    try:
+        yield
+    except (pa.ArrowInvalid, TypeError) as error:
+        for name in table.column_names:
+            try:
+                table_cast(table.select([name]), pa.schema([schema.field(name)]))
+            except (pa.ArrowInvalid, TypeError):
+                raise OtherSchemaError(f"column {name!r}, among those of all rows: {error}") from error
+        raise
+
+
+def normal(schema: pa.Schema) -> pa.Schema:
+    """A schema in the form that `datasets` gives it."""
+    return datasets.Features.from_arrow_schema(schema).arrow_schema
+
+
+def join_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """The schema of rows that stand one behind the other, from the schemas of each of them, in order.
+
+    A column, or a field of an object, that some rows lack is null in them. Integers beside fractions become
+    fractions. Numbers, booleans and objects behind strings become strings; the reverse is an error, for the
+    text of a number says more than the number.
 
     Raises:
-        OtherSchemaError: there are columns that the rows before do not have, or strings where those have
-            numbers or booleans, or numbers where those have booleans, or the reverse.
+        OtherSchemaError: strings stand behind numbers, for example, or objects behind numbers.
+
+    >>> one = pa.schema({"a": pa.null(), "b": pa.int64()})
+    >>> join_schemas([one, pa.schema({"b": pa.float64(), "a": pa.string(), "c": pa.bool_()})])
+    a: string
+    b: double
+    c: bool
     """
-    new = [name for name in found.names if name not in first.names]
-    if new:
-        raise OtherSchemaError(
-            f"column {new[0]!r} is not in the rows before, which have "
-            f"{', '.join(map(repr, first.names)) or 'none'}; give all files the same columns"
-        )
-    _check_fields(found, first)
+    joined: pa.Schema | None = None
+    for schema in schemas:
+        one = normal(schema)
+        joined = one if joined is None else pa.schema(_join_fields(joined, one))
+    assert joined is not None
+    return joined
 
 
-def _check_fields(
-    found: pa.Schema | pa.StructType, first: pa.Schema | pa.StructType, above: str = ""
-) -> None:
+def _join_fields(
+    first: pa.Schema | pa.StructType, found: pa.Schema | pa.StructType, above: str = ""
+) -> list[pa.Field]:
+    by_name = {field.name: field.type for field in first}
     for field in found:
-        if field.name in first.names:
-            _check_field(f"{above}{field.name}", field.type, first.field(field.name).type)
+        before = by_name.get(field.name)
+        name = f"{above}{field.name}"
+        by_name[field.name] = field.type if before is None else _join_types(name, before, field.type)
+    return [pa.field(name, kind) for name, kind in by_name.items()]
 
 
-def _check_field(name: str, found: pa.DataType, first: pa.DataType) -> None:
-    if pa.types.is_list(found) and pa.types.is_list(first):
-        _check_field(name, found.value_type, first.value_type)
-    elif pa.types.is_struct(found) and pa.types.is_struct(first):
-        _check_fields(found, first, f"{name}.")
-    elif pa.types.is_null(found) or not pa.types.is_primitive(first):
-        return
-    elif pa.types.is_string(found) or pa.types.is_boolean(found) != pa.types.is_boolean(first):
+def _join_types(name: str, first: pa.DataType, found: pa.DataType) -> pa.DataType:
+    kinds = pa.types
+    if found.equals(first) or kinds.is_null(found):
+        return first
+    if kinds.is_null(first):
+        return found
+    if kinds.is_list(found) and kinds.is_list(first):
+        return pa.list_(_join_types(name, first.value_type, found.value_type))
+    if kinds.is_struct(found) and kinds.is_struct(first):
+        return pa.struct(_join_fields(first, found, f"{name}."))
+    if _is_number(found) and _is_number(first):
+        return pa.float64() if kinds.is_floating(found) or kinds.is_floating(first) else first
+    if kinds.is_primitive(first) or kinds.is_list(first) or kinds.is_struct(first):
         raise OtherSchemaError(
-            f"field {name!r} has other values than {first}, which all rows before have there; write the "
+            f"field {name!r} has other values than {first}, which the rows before have there; write the "
             "values of all rows as one type, for example as texts"
         )
+    return first
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))

@@ -20,7 +20,7 @@ from datasets.builder import Key
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.csv import csv as upstream
 
-from castore.recipes.common_schema import cast_to_first
+from castore.recipes.common_schema import Neighbours, cast_tables
 
 # By the types that pandas finds in the pieces of a column: one type for pandas, and one for Arrow. All other
 # combinations are text.
@@ -62,11 +62,11 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
     Attributes:
         types: names of the types that pandas finds in each column, where they are known; None to find them in
             the files.
-        first: the schema of the rows before, where the files are some of several.
+        around: the rows around those of the files, where the files are some of several.
     """
 
     types: ColumnTypes | None = None
-    first: pa.Schema | None = None
+    around: Neighbours | None = None
 
     def __init__(self, files: DataFilesDict, folder: str, separator: str) -> None:
         # Words such as NA and null stay words.
@@ -77,7 +77,7 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
     def _generate_tables(
         self, base_files: list[str], files_iterables: list[Iterable[str]]
     ) -> Iterator[tuple[Key, pa.Table]]:
-        return cast_to_first(self._read_tables(files_iterables), self.first)
+        return cast_tables(self._read_tables(files_iterables), self.around)
 
     def _read_tables(self, files_iterables: list[Iterable[str]]) -> Iterator[tuple[Key, pa.Table]]:
         shards = [[*files] for files in files_iterables]

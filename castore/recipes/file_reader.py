@@ -1,9 +1,10 @@
 """Reads files of one kind to tables: all of them, or some of them as if all were read.
 
-The rows that `datasets` makes of a file depend on the other files in two ways: the first rows of all decide
-the features, and in CSV files all rows decide the types of the columns. `find_common` finds both, from the
-first file and from types that are noted for each file. Given those, `read_tables` reads any of the files by
-themselves, to the same rows.
+The rows of a file depend on the other files in two ways. The first rows of all decide the features; in JSON
+files later rows add columns, and widen types. In CSV files all rows decide the types of the columns.
+`find_common` finds the features from the first file, and from the types that `find_types` finds in each CSV
+file; the schemas that `find_schema` finds in JSON files widen them. Given those, `read_tables` reads any of
+the files by themselves, to the same rows.
 
 Must never change the files that it reads, nor give rows that differ from those of reading all files at once:
 a file whose rows depend on the others in a third way is a DependentFileError.
@@ -28,6 +29,7 @@ from datasets.packaged_modules.text.text import Text
 from datasets.table import table_cast
 
 from castore.adapters.datasets.source_units import DependentFileError
+from castore.recipes.common_schema import Neighbours, OtherSchemaError, WiderSchemaError, join_schemas
 from castore.recipes.csv_reader import ColumnTypes, CsvReader, join_types
 from castore.recipes.json_reader import JsonReader
 from castore.recipes.quiet import quiet
@@ -35,9 +37,11 @@ from castore.recipes.quiet import quiet
 #: Endings of compressed files that can be read.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 #: A reader's version increases when it reads the same bytes as other values.
-READER_VERSIONS = {"json": 3, "csv": 3, "tsv": 3}
+READER_VERSIONS = {"json": 4, "csv": 3, "tsv": 3}
 #: Kinds of files whose columns get their types from all rows.
 TYPED_BY_ALL_ROWS = ("csv", "tsv")
+#: The kind of files whose columns are those of all rows.
+JOINED = "json"
 # One split for all files, or `datasets` would choose its name, and with it the fingerprint, by chance.
 _SPLIT = datasets.Split.TRAIN
 
@@ -63,10 +67,29 @@ class Common(NamedTuple):
 
 
 def read_dataset(kind: str, files: Sequence[str], folder: str) -> datasets.Dataset:
-    """The dataset of all files of a source, which maps Arrow files in a folder."""
+    """The dataset of all files of a source, which maps Arrow files in a folder.
+
+    Raises:
+        Exception: the files cannot be read; of one of a dozen libraries.
+    """
     os.makedirs(folder, exist_ok=True)
+    try:
+        return _read_dataset(kind, files, folder, None)
+    except Exception as error:
+        if kind != JOINED or not is_caused_by(error, WiderSchemaError):
+            raise
+    # Once more, for no first rows have the columns and types of all.
+    schema = _join_tables(kind, files, folder, refuses_mixed=False)
+    return _read_dataset(kind, files, folder, Neighbours(schema))
+
+
+def _read_dataset(
+    kind: str, files: Sequence[str], folder: str, around: Neighbours | None
+) -> datasets.Dataset:
     with tempfile.TemporaryDirectory(dir=folder) as links:
         reader = _make_reader(kind, files, folder, links)
+        if around is not None:
+            reader.around = around
         reader.download_and_prepare()
         rows = reader.as_dataset(split=_SPLIT)
     assert isinstance(rows, datasets.Dataset)
@@ -90,6 +113,39 @@ def find_types(kind: str, files: Sequence[str], folder: str) -> ColumnTypes:
             return reader.find_types(file for paths in given["files_iterables"] for file in paths)
         except Exception as error:  # of pandas and codecs: reading all files raises it again
             raise DependentFileError from error
+
+
+def find_schema(kind: str, files: Sequence[str], folder: str) -> pa.Schema | None:
+    """The schema of all rows of files of the kind `JOINED`; None if they have none.
+
+    Raises:
+        DependentFileError: the files cannot be read, or their rows do not fit each other.
+    """
+    try:
+        with quiet():
+            return _join_tables(kind, files, folder, refuses_mixed=True)
+    except Exception as error:  # from a dozen libraries: reading all files raises it again
+        if tells_no_rows(error):
+            return None
+        raise DependentFileError from error
+
+
+def _join_tables(kind: str, files: Sequence[str], folder: str, *, refuses_mixed: bool) -> pa.Schema:
+    with tempfile.TemporaryDirectory(dir=folder) as links:
+        reader = _make_reader(kind, files, folder, links)
+        assert isinstance(reader, JsonReader)
+        reader.refuses_mixed = refuses_mixed
+        given = _arguments(reader, folder)
+        reader.info.features = None
+        return join_schemas(_distinct(table.schema for _, table in reader.read_uncast(**given)))
+
+
+def _distinct(schemas: Iterator[pa.Schema]) -> Iterator[pa.Schema]:
+    last: pa.Schema | None = None
+    for schema in schemas:
+        if last is None or not schema.equals(last):
+            yield schema
+            last = schema
 
 
 def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, folder: str) -> Common:
@@ -123,9 +179,16 @@ def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, fold
 
 
 def read_tables(
-    kind: str, files: Sequence[str], common: Common, folder: str
+    kind: str, files: Sequence[str], common: Common, folder: str, around: Neighbours | None = None
 ) -> Iterator[tuple[int, pa.Table]]:
     """The rows of some files of a source: the number of the file among them, and a table.
+
+    Args:
+        kind: of the files.
+        files: the files.
+        common: the properties of all files of the source.
+        folder: a folder for temporary files.
+        around: the rows around those of the files; by default all other rows have all columns.
 
     Raises:
         DependentFileError: the files cannot be read by themselves.
@@ -139,9 +202,9 @@ def read_tables(
             reader.info.features = common.features if common.is_known_first else None
             schema = common.features.arrow_schema
             if isinstance(reader, CsvReader):
-                reader.types, reader.first = common.types, schema
+                reader.types, reader.around = common.types, Neighbours(schema)
             elif isinstance(reader, JsonReader):
-                reader.refuses_mixed, reader.first = True, schema
+                reader.refuses_mixed, reader.around = True, around or Neighbours(schema)
             for place, table in reader._generate_tables(**given):
                 assert isinstance(place, Key)
                 yield place.original_shard_id, _as_written(kind, table, schema)
@@ -166,11 +229,30 @@ def find_unreadable(kind: str, files: Sequence[str], folder: str) -> str | None:
                 if error.__cause__ is not None and tells_no_rows(error.__cause__):
                     continue  # an empty file is no error beside files with rows
                 raise
+            common = _widen(kind, file, common, folder)
             for _ in read_tables(kind, [file], common, folder):
                 pass
     except DependentFileError as error:
         return None if error.__cause__ is None else file
+    except OtherSchemaError:
+        return file
     return None
+
+
+def _widen(kind: str, file: str, common: Common, folder: str) -> Common:
+    """The properties of some files with another one behind them."""
+    schema = find_schema(kind, [file], folder) if kind == JOINED else None
+    if schema is None:
+        return common
+    joined = join_schemas([common.features.arrow_schema, schema])
+    return common._replace(features=datasets.Features.from_arrow_schema(joined))
+
+
+def is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether an error, or one that it was raised from, is of a kind."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__
+    return error is not None
 
 
 def tells_no_rows(error: BaseException) -> bool:
@@ -181,11 +263,6 @@ def tells_no_rows(error: BaseException) -> bool:
 
 def _as_written(kind: str, table: pa.Table, schema: pa.Schema) -> pa.Table:
     """A table as `datasets` writes it behind those of other files."""
-    for field in schema:
-        if pa.types.is_null(field.type) and field.name in table.column_names:
-            column = table.column(field.name)
-            if column.null_count < len(column):
-                raise DependentFileError
     table = table_cast(table.combine_chunks(), schema)
     if kind == "json":
         table.validate(full=True)  # the reader accepts any bytes as text

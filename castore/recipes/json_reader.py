@@ -20,7 +20,7 @@ import pyarrow.json
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.json import json as upstream
 
-from castore.recipes.common_schema import cast_to_first, check_fits
+from castore.recipes.common_schema import Neighbours, add_column, cast_tables
 
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
@@ -129,11 +129,11 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
 
     Attributes:
         refuses_mixed: raise MixedTypesError where how a file is read would change how later files are.
-        first: the schema of the rows before, where the files are some of several.
+        around: the rows around those of the files, where the files are some of several.
     """
 
     refuses_mixed = False
-    first: pa.Schema | None = None
+    around: Neighbours | None = None
 
     def __init__(self, files: DataFilesDict, folder: str) -> None:
         # A `datasets` that knows the traces of agents makes other columns of such rows.
@@ -143,6 +143,10 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
         )
 
     def _generate_tables(self, *args: Any, **keywords: Any) -> Iterator[tuple[Any, pa.Table]]:
+        return cast_tables(self.read_uncast(*args, **keywords), self.around)
+
+    def read_uncast(self, *args: Any, **keywords: Any) -> Iterator[tuple[Any, pa.Table]]:
+        """The tables with the schemas that they have by themselves, where no features are known."""
         theirs = upstream.Json._generate_tables
         # Only now: `datasets` replaces `open` in its module when a builder is made.
         ours = FunctionType(
@@ -150,9 +154,13 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
             {**vars(upstream), **_REPLACED_NAMES, **(_REFUSING if self.refuses_mixed else {})},
             argdefs=theirs.__defaults__,
         )
-        return cast_to_first(ours(self, *args, **keywords), self.first)
+        tables: Iterator[tuple[Any, pa.Table]] = ours(self, *args, **keywords)
+        return tables
 
     def _cast_table(self, table: pa.Table, json_field_paths: Any = ()) -> pa.Table:
-        if self.info.features is not None:
-            check_fits(table.schema, self.info.features.arrow_schema)
-        return super()._cast_table(table, json_field_paths=json_field_paths)
+        if self.info.features is None:
+            return super()._cast_table(table, json_field_paths=json_field_paths)
+        schema = self.info.features.arrow_schema
+        Neighbours(schema).check_fits(table.schema)
+        with add_column(table, schema):
+            return super()._cast_table(table, json_field_paths=json_field_paths)

@@ -20,6 +20,7 @@ import fsspec
 from castore.errors import CastoreError, InvalidValueError, NotFoundError
 from castore.keys.encoder import key
 from castore.recipes import file_reader
+from castore.recipes.common_schema import OtherSchemaError
 from castore.recipes.file_reader import COMPRESSED, READER_VERSIONS
 from castore.recipes.quiet import quiet
 from castore.recipes.registry import suggest_nearest
@@ -245,7 +246,9 @@ def _read(source: Source, folder: str) -> datasets.Dataset:
 
 def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLike[str]) -> InvalidValueError:
     causes = [error]
-    while causes[-1].__cause__ is not None and len(causes) < 10:
+    while (
+        causes[-1].__cause__ is not None and len(causes) < 10 and not isinstance(causes[-1], OtherSchemaError)
+    ):
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
     foreign = None if source.kind in (SAVED, "parquet") else _describe_foreign_line(source)
     if foreign is not None:

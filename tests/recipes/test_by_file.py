@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import dataclasses
 import gzip
@@ -186,9 +187,11 @@ def rows_or_error(read: Callable[[], Any]) -> Any:
 
 
 BROKEN: dict[str, tuple[str, str, str]] = {
-    "numbers with fractions behind integers": ("jsonl", '{"a": 1}\n{"a": 2}\n', '{"a": 0.5}\n{"a": 1}\n'),
+    "texts behind numbers": ("jsonl", '{"a": 1}\n{"a": 2}\n', '{"a": "x"}\n{"a": "y"}\n'),
+    "a list behind numbers": ("jsonl", '{"a": 1}\n{"a": 2}\n', '{"a": [1]}\n{"a": [2]}\n'),
+    "a number behind lists": ("jsonl", '{"a": [1]}\n{"a": [2]}\n', '{"a": 1}\n{"a": 2}\n'),
     "no JSON": ("jsonl", '{"a": 1}\n{"a": 2}\n', "{]\n{]\n"),
-    "another column": ("jsonl", '{"a": 1}\n{"a": 2}\n', '{"b": 1}\n{"b": 2}\n'),
+    "another column": ("csv", "a\n1\n2\n", "b\n1\n2\n"),
     "quotes that do not end": ("csv", "a,b\n1,2\n", 'a,b\n"1,2\n3,4\n'),
 }
 
@@ -225,6 +228,107 @@ def test_a_type_in_one_csv_file_that_changes_those_of_all_reads_all(reading: Rea
     assert rows == reading.read_whole()
     assert rows["rows"][0] == repr({"a": "000", "b": "x"})
     assert len(reading.files) == 4
+
+
+EVERYDAY: dict[str, tuple[list[list[Row]], dict[str, list[Any]]]] = {
+    "null at first": ([[{"a": None}], [{"a": "x"}]], {"a": [None, "x"]}),
+    "fractions behind integers": ([[{"a": 1}], [{"a": 2.5}]], {"a": [1.0, 2.5]}),
+    "empty lists at first": ([[{"a": []}], [{"a": ["x"]}]], {"a": [[], ["x"]]}),
+    "objects that get a field": (
+        [[{"a": {"p": 1}}], [{"a": {"p": 2.5, "q": "y"}}]],
+        {"a": [{"p": 1.0, "q": None}, {"p": 2.5, "q": "y"}]},
+    ),
+    "lists of objects that get one": (
+        [[{"a": [{"p": 1}, {"p": 2}]}], [{"a": [{"q": None, "p": 3}]}, {"a": [{"q": "y"}]}]],
+        {
+            "a": [
+                [{"p": 1, "q": None}, {"p": 2, "q": None}],
+                [{"p": 3, "q": None}],
+                [{"p": None, "q": "y"}],
+            ]
+        },
+    ),
+    "columns that the first rows lack": (
+        [[{"b": 1}], [{"a": "x", "b": 2}], [{"c": True, "a": "y"}]],
+        {"b": [1, 2, None], "a": [None, "x", "y"], "c": [None, None, True]},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EVERYDAY)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_rows_of_all_files_decide_the_columns_and_types_of_json(
+    reading: Reading, kind: str, what: str
+) -> None:
+    files, expected = EVERYDAY[what]
+    for number, rows in enumerate(files):
+        WRITERS[kind](reading.folder / f"{number}.{kind}", rows)
+    found = reading.read()
+    assert found == reading.read_whole()
+    columns = [list(row.items()) for row in map(ast.literal_eval, found["rows"])]
+    assert columns == [list(zip(expected, row, strict=True)) for row in zip(*expected.values(), strict=True)]
+    wait()
+    reading.read()
+    assert reading.files == []
+
+
+def test_a_json_file_with_another_column_reads_all_and_the_next_one_itself(reading: Reading) -> None:
+    for number in range(3):
+        write_lines(reading.folder / f"{number}.jsonl", [{"a": number}] * 3)
+    reading.read()
+    write_lines(reading.folder / "3.jsonl", [{"b": "x", "a": 0.5}] * 3)
+    assert reading.read() == reading.read_whole()
+    assert set(reading.files) == {"0.jsonl", "1.jsonl", "2.jsonl", "3.jsonl"}
+    for name, row in (("4", {"a": 7}), ("0a", {"a": 7.5}), ("2a", {"b": "y"})):
+        write_lines(reading.folder / f"{name}.jsonl", [row] * 3)
+        rows = reading.read()
+        assert rows == reading.read_whole()
+        assert reading.files == [f"{name}.jsonl"]
+    os.rename(reading.folder / "0.jsonl", reading.folder / "9.jsonl")  # another file is the first
+    assert reading.read() == reading.read_whole()
+    assert reading.files == []
+    (reading.folder / "3.jsonl").unlink()
+    assert reading.read() == reading.read_whole()
+
+
+@pytest.mark.torture
+@settings(
+    max_examples=60 if LONG else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abcd"), st.sampled_from([1, 0.5, None, [], [1.5]]), max_size=3),
+        min_size=3,
+        max_size=5,
+    ),
+    st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=2, max_size=4),
+)
+def test_columns_do_not_depend_on_what_was_read_before(
+    tmp_path_factory: pytest.TempPathFactory, pool: list[Row], runs: list[set[int]]
+) -> None:
+    """Not even their order, whichever files of a folder were there in earlier runs."""
+    place = tmp_path_factory.mktemp("order")
+    with Store(place / "store", memory=0) as store, small_blocks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_file, "UNIT_BYTES", 1)
+        for number, chosen in enumerate(runs):
+            folder = place / str(number)
+            folder.mkdir()
+            for which in chosen:
+                if which < len(pool):
+                    write_lines(folder / f"{which}.jsonl", [pool[which]] * 2)
+            if any(folder.iterdir()):
+                assert_equal_or_both_refused(Reading(store, folder))
+                wait()
+
+
+def test_an_integer_that_no_fraction_equals_is_an_error_with_its_column(reading: Reading) -> None:
+    write_lines(reading.folder / "0.jsonl", [{"b": 1, "a": 2**60 + 1}] * 2)
+    write_lines(reading.folder / "1.jsonl", [{"b": 1, "a": 0.5}] * 2)
+    for read in (reading.read, reading.read_whole):
+        with pytest.raises(InvalidValueError, match=rf"column 'a', among those of all rows: .*{2**60 + 1}"):
+            read()
 
 
 VALUES = [1, 2.5, None, "x", "7", True, {"p": 1}, [1], []]

@@ -198,7 +198,8 @@ def test_numbers_and_strings_are_read_as_they_are_written(tmp_path: Path, name: 
         ({"n": True}, {"n": 5}, "field 'n' has other values than bool"),
         ({"n": 0.5}, {"n": False}, "field 'n' has other values than double"),
         ({"n": [{"m": 1}]}, {"n": [{"m": "01"}]}, "field 'n.m' has other values than int64"),
-        ({"n": 5}, {"n": 5, "m": 1}, "column 'm' is not in the rows before, which have 'n'"),
+        ({"n": 5}, {"n": [5]}, "field 'n' has other values than int64"),
+        ({"n": [5]}, {"n": 5}, "field 'n' has other values than list"),
     ],
 )
 def test_a_file_that_does_not_fit_those_before_is_refused_and_named(

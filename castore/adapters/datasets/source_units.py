@@ -54,6 +54,10 @@ class DependentFileError(Exception):
     """Files cannot be read by themselves: all of them together decide about their rows, or about an error."""
 
 
+class FeaturesChangedError(Exception):
+    """Rows of a unit show that the features of all rows are others: the units have to be found again."""
+
+
 class Unit(NamedTuple):
     """Input files that are read together.
 
@@ -139,8 +143,13 @@ def run_by_units(
             work = scratch.new_file(store, temp_dir)
             began = time.perf_counter()
             try:
-                found = find_units(work.parent)
-                kept = _keep_units(store, found, options, work)
+                try:
+                    found = find_units(work.parent)
+                    kept = _keep_units(store, found, options, work)
+                except FeaturesChangedError:
+                    # Finding the units has noted the features of all files, so this does not come twice.
+                    found = find_units(work.parent)
+                    kept = _keep_units(store, found, options, work)
                 rows = sum(count for unit in kept for count in unit.rows)
                 if not rows:
                     return None
@@ -205,8 +214,8 @@ def _keep_units(store: Store, found: Units, options: StorageOptions, work: Path)
             # Later units would push earlier ones out.
             if most is not None and size >= total * _SHOWS_SIZE and stored * total > most * size:
                 raise NotInBlocksError(NO_ROOM)
-    except (DependentFileError, NotInBlocksError, FullError, TooLargeError):
-        # The input is kept as a whole then, and those rows would be there twice.
+    except (DependentFileError, FeaturesChangedError, NotInBlocksError, FullError, TooLargeError):
+        # The input is kept as a whole then, or with other features, and those rows would be there twice.
         store.delete_many([name for unit in kept if unit is not None for name in unit.new or ()])
         raise
     return [unit for unit in kept if unit is not None]
