@@ -51,6 +51,10 @@ def join_types(found: Iterable[Mapping[str, Iterable[str]]]) -> ColumnTypes:
     return {column: sorted(names) for column, names in joined.items()}
 
 
+class MoreCellsError(ValueError):
+    """The first row has more cells than the line of the names of columns."""
+
+
 class CsvReader(upstream.Csv):  # type: ignore[misc]
     """The CSV builder of `datasets`, with the reading described above.
 
@@ -108,4 +112,11 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
         options = {**self.config.pd_read_csv_kwargs, "low_memory": False, **options}
         for file in files:
             with pd.read_csv(file, iterator=True, **options) as reader:
-                yield from reader
+                for piece in reader:
+                    if not isinstance(piece.index, pd.RangeIndex):
+                        # pandas takes the first cells for names of rows: each column gets another's values.
+                        raise MoreCellsError(
+                            f"its first row has more cells than its header, which names"
+                            f" {len(piece.columns)}; give each column a name, and quote cells with separators"
+                        )
+                    yield piece

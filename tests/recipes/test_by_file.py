@@ -192,6 +192,8 @@ BROKEN: dict[str, tuple[str, str, str]] = {
     "a number behind lists": ("jsonl", '{"a": [1]}\n{"a": [2]}\n', '{"a": 1}\n{"a": 2}\n'),
     "no JSON": ("jsonl", '{"a": 1}\n{"a": 2}\n', "{]\n{]\n"),
     "another column": ("csv", "a\n1\n2\n", "b\n1\n2\n"),
+    "more cells than names": ("csv", "a,b\n1,2\n", "a,b\n1,2,3\n4,5,6\n"),
+    "an end of each row that is a comma": ("csv", "a,b\n1,2\n", "a,b\n1,2,\n4,5,\n"),
     "quotes that do not end": ("csv", "a,b\n1,2\n", 'a,b\n"1,2\n3,4\n'),
 }
 
