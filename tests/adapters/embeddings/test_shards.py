@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -306,13 +306,17 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
         maps = psutil.Process().memory_maps(grouped=False)
         return max((place.rss for place in maps if place.path == str(file)), default=0)
 
+    def is_brought() -> bool:
+        cache = EmbeddingCache("demo", store, resident=True)
+        for thread in threading.enumerate():
+            if thread.name == "castore-populate":
+                thread.join(60)
+        assert torch.equal(cache.get([4999]), vectors([4999]))
+        return mapped() >= size
+
     assert mapped() < size
-    cache = EmbeddingCache("demo", store, resident=True)
-    deadline = time.monotonic() + 60
-    while (there := mapped()) < size:
-        assert time.monotonic() < deadline, f"{there} bytes of {size} are there"
-        time.sleep(0.01)
-    assert torch.equal(cache.get([4999]), vectors([4999]))
+    # A kernel that is short of memory, or that reclaims what looks cold (DAMON), may be faster than a look.
+    assert any(is_brought() for _ in range(20))
 
 
 @pytest.mark.usefixtures("small_shards")
