@@ -71,7 +71,7 @@ def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path | None
     def read(number: int) -> Iterator[tuple[int, pa.Table]]:
         files = groups[number]
         try:
-            yield from file_reader.read_tables(source.kind, files, common, str(folder), around[number])
+            yield from file_reader.read_tables(source.kind, files, common, str(folder), around(number))
         except DependentFileError as error:
             if source.kind != JOINED or not is_caused_by(error, WiderSchemaError):
                 raise
@@ -150,13 +150,13 @@ def _find_schema(
 
 def _join_known(
     kind: str, groups: Sequence[list[str]], common: Common, identity: list[Any], seen: SeenFiles, store: Store
-) -> tuple[Common, list[Neighbours | None]]:
+) -> tuple[Common, Callable[[int], Neighbours | None]]:
     """The properties that all files have in common, with the schemas that are known of some of them.
 
     Most files fit the first. Only where one did not, schemas are known: finding one takes as long as reading.
 
     Returns:
-        The properties, and for each unit the rows around it.
+        The properties, and a function of the number of a unit that gives the rows around it; None if it fits.
 
     Raises:
         DependentFileError: rows do not fit each other.
@@ -168,7 +168,7 @@ def _join_known(
         except DependentFileError:  # not known
             schemas.append(None)
     if not any(schemas):
-        return common, [None] * len(groups)
+        return common, lambda _: None
     before = [common.features.arrow_schema]
     try:
         for schema in schemas:
@@ -176,12 +176,13 @@ def _join_known(
     except OtherSchemaError as error:
         raise DependentFileError from error
     joined = before[-1]
-    around = [
-        # A unit whose schema is known fits. All units behind have to be looked at, for columns keep the order
-        # in which rows have them.
-        Neighbours(joined, before[number], filter(None, schemas[number + 1 :])) if own is None else None
-        for number, own in enumerate(schemas)
-    ]
+
+    def around(number: int) -> Neighbours | None:
+        if schemas[number] is not None:
+            return None
+        # All units behind are looked at, for columns keep the order in which rows have them.
+        return Neighbours(joined, before[number], filter(None, schemas[number + 1 :]))
+
     return common._replace(features=datasets.Features.from_arrow_schema(joined)), around
 
 

@@ -41,7 +41,7 @@ from castore.write.batch import Batch
 
 #: The folder of the lists of blocks of units.
 UNITS_FOLDER = ".datasets/units"
-# Runs in which gc takes blocks before they have the step's name.
+# Runs in which gc takes blocks before they have the step's name, or the notes of the files' features.
 _ATTEMPTS = 3
 # For so long a unit is not tried again that could not be read by itself.
 _REMEMBERED_SECONDS = 30 * 86400.0
@@ -143,13 +143,8 @@ def run_by_units(
             work = scratch.new_file(store, temp_dir)
             began = time.perf_counter()
             try:
-                try:
-                    found = find_units(work.parent)
-                    kept = _keep_units(store, found, options, work)
-                except FeaturesChangedError:
-                    # Finding the units has noted the features of all files, so this does not come twice.
-                    found = find_units(work.parent)
-                    kept = _keep_units(store, found, options, work)
+                found = find_units(work.parent)
+                kept = _keep_units(store, found, options, work)
                 rows = sum(count for unit in kept for count in unit.rows)
                 if not rows:
                     return None
@@ -157,6 +152,8 @@ def run_by_units(
                 told = {"rows_in": 0, "rows_out": rows, "seconds": round(time.perf_counter() - began, 6)}
                 part = _part(found, kept, fingerprint_of_key(name.rpartition("_")[2]))
                 dataset_entries.put_parts(store, name, {"": part}, options, {**record, **told})
+            except FeaturesChangedError:
+                continue  # the features of all files are noted now: the next attempt knows them
             except NotFoundError:
                 continue  # gc took a block meanwhile
             except DependentFileError:
