@@ -17,6 +17,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -160,13 +161,25 @@ def _method(operator: Any, name: str) -> tuple[Callable[..., Any], bool]:
     return _required_method(operator, f"{name}_batched" if batched else name), batched
 
 
+# The sentence of `datasets` about the result of a function of `map`.
+_TELLS_BOOL = re.compile(r"returns a variable of type <class '(numpy\.)?bool_?'>")
+
+
 def _map(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     plain = not (hasattr(operator, "process") or hasattr(operator, "process_batched"))
     function, batched = (operator, False) if plain else _method(operator, "process")
     for column in juicer.tag_columns(operator):
         function = (_AddColumnToBatch if batched else _AddColumn)(function, column)
-    with loops_closed(_count_rows(function, batched, options)) as called:
-        return dataset.map(called, batched=batched, **options.keywords())
+    try:
+        with loops_closed(_count_rows(function, batched, options)) as called:
+            return dataset.map(called, batched=batched, **options.keywords())
+    except TypeError as error:
+        if not plain or not _TELLS_BOOL.search(str(error)):
+            raise
+        raise InvalidValueError(
+            f"{operator_name(operator)!r} returns True or False, as a filter does, but a function in a"
+            " pipeline is a map; give it to cached_filter, or pass an object with compute_stats and process"
+        ) from error
 
 
 def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:

@@ -316,6 +316,18 @@ def test_no_rows_go_through_all_steps(store: Store, data: datasets.Dataset) -> N
         assert len(Pipeline(operators(), store=store).run(data.select([])).dataset) == 0
 
 
+def is_long(sample: Any) -> bool:
+    return len(sample["text"]) > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_proc": 2}], ids=str)
+def test_a_function_that_is_a_filter_says_so(
+    store: Store, data: datasets.Dataset, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidValueError, match="'is_long' returns True or False, as a filter does"):
+        Pipeline([is_long], store=store, **options).run(data)
+
+
 def test_bad_arguments_say_what_to_do(store: Store, data: datasets.Dataset) -> None:
     with pytest.raises(InvalidValueError, match="not an operator"):
         Pipeline([3], store=store)
