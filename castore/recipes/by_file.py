@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,11 @@ def _units_of(source: Source, seen: SeenFiles, store: Store, folder: Path | None
         except DependentFileError as error:
             if source.kind != JOINED or not is_caused_by(error, WiderSchemaError):
                 raise
+            _find_schema(files, identity, seen, store, folder)
             for group in groups:
-                _find_schema(group, identity, seen, store, folder)
+                # The fault of another file is no fault of this one: it is raised when that file is read.
+                with suppress(DependentFileError):
+                    _find_schema(group, identity, seen, store, folder)
             raise FeaturesChangedError from error
         seen.check(files)
 

@@ -293,6 +293,16 @@ def test_a_json_file_with_another_column_reads_all_and_the_next_one_itself(readi
     assert reading.read() == reading.read_whole()
 
 
+def test_files_behind_another_column_that_depend_on_each_other_are_tried_once(reading: Reading) -> None:
+    write_lines(reading.folder / "0.jsonl", [{"a": 1}] * 3)
+    write_lines(reading.folder / "1.jsonl", [{"b": 1}] * 3)
+    write_lines(reading.folder / "2.jsonl", [{"c": {"p": 1}}, {"c": "x"}])
+    assert rows_or_error(reading.read) == rows_or_error(reading.read_whole)
+    write_lines(reading.folder / "3.jsonl", [{"a": 3}] * 3)
+    assert rows_or_error(reading.read) == rows_or_error(reading.read_whole)
+    assert reading.files == []
+
+
 @pytest.mark.torture
 @settings(
     max_examples=60 if LONG else 15,
