@@ -52,6 +52,9 @@ class _ArrowJson:
     read_json = staticmethod(read_json)
 
 
+_dump: Callable[[Any], str] = partial(json.dumps, ensure_ascii=False)
+
+
 def encode_field(value: Any, path: list[str | int]) -> Any:
     """A value with the fields at a path as JSON texts; strings too, even those that are JSON themselves.
 
@@ -65,7 +68,7 @@ def encode_field(value: Any, path: list[str | int]) -> Any:
     if value is None:
         return None
     if not path:
-        return json.dumps(value, ensure_ascii=False)
+        return _dump(value)
     step, *rest = path
     if step == 0:
         return [encode_field(item, rest) for item in value]
@@ -78,8 +81,6 @@ def _encode_lines(lines: bytes, paths: list[list[str | int]]) -> bytes:
         rows = [encode_field(row, path) for row in rows]
     return "\n".join(map(_dump, rows)).encode()
 
-
-_dump: Callable[[Any], str] = partial(json.dumps, ensure_ascii=False)
 
 # The function of `datasets` finds these values under its module's names. Other readers keep the module
 # unchanged.
