@@ -5,8 +5,19 @@ conftest is above.
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 import pytest
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Pass over modules without tests and examples, which would be imported for nothing: some import
+    libraries that take seconds.
+    """
+    path = collection_path
+    if path.suffix != ".py" or path.name == "conftest.py" or path.name.startswith("test_"):
+        return None
+    return ">>>" not in path.read_text() or None
 
 
 @pytest.fixture(autouse=True)

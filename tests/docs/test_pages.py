@@ -176,8 +176,10 @@ def prose_of(source: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("folder", ["castore", "fuse", "tools", "tests"])
 def test_no_docstring_and_no_comment_has_a_question_for_a_subject(folder: str) -> None:
     found = []
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for line, text in prose_of(path.read_text()):
+    # Most modules have none of the words, and tokenizing takes most of the time.
+    sources = {path: path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
+    for path, source in sources.items():
+        for line, text in prose_of(source) if re.search(r"\b(?:Who|What|So\b)", source) else ():
             prose = "\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
             found += [f"{identify(path)}:{line}: {opening}" for opening in questions_as_subjects(prose)]
     assert found == []

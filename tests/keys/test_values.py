@@ -133,12 +133,18 @@ def _sum_to(x: int) -> int:
     return x + (_compiled_sum_to(x - 1) if x else 0)
 
 
-_compiled_sum_to = torch.compile(_sum_to)
+_compiled_sum_to: Any = None
+
+
+@pytest.fixture
+def compiled_sum_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives `_sum_to` its global. The import of torch's compiler takes a second, so it happens late."""
+    monkeypatch.setitem(globals(), "_compiled_sum_to", torch.compile(_sum_to))
 
 
 @pytest.mark.parametrize("by", ["torch", "lightning"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("folder", "compiled_sum_to")
 def test_switching_torch_compile_on_changes_no_key(adapter: str, by: str) -> None:
     """Compilers leave attributes on the model itself. Lightning replaces `torch.compile` at its import."""
     compile_ = inspect.unwrap(torch.compile)
