@@ -21,7 +21,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.arg
 
 # Folders with and without tests that need torch, and doctests: where torch is not installed, a run collects
 # all of them.
-_PARTS = ["tests/adapters", "tests/keys", "tests/mount", "castore/store.py", "castore/adapters"]
+_PARTS = ["tests/adapters", "tests/keys", "tests/mount", "castore/store.py"]
 
 
 def test_without_torch_all_else_is_collected_and_what_is_left_out_is_reported() -> None:

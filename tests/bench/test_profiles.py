@@ -33,7 +33,7 @@ def test_an_operation_can_be_called_any_number_of_times(
     if any(word in operation for word in ("SharedCache", "CachedDataset", "EmbeddingCache")):
         pytest.importorskip("torch")
     what = OPERATIONS[operation]
-    calls = what.calls(600)
+    calls = what.calls(200)
     run_calls(what.prepare(tmp_path, calls), calls)
 
 
@@ -84,7 +84,7 @@ def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:
                 assert found["LOOKUP"] == found["OPEN"] == found["READ"] == 0
 
 
-READERS = ["castore-levels", "castore-cached", "files"]
+READERS = ["castore-levels", "files"]
 # Each contestant is a process of its own, forked from one that has imported torch once for all.
 _EACH_IN_A_PROCESS = """
 import os, sys

@@ -22,6 +22,8 @@ from tools.bench.textrun import Process, Ran
 STEPS = 5
 #: Ways to keep the results of steps.
 WAYS = ("cache", "checkpoint")
+#: Edits of the input, with their names for people.
+EDITS = {"append": "1 % of the rows appended", "delete": "a row in the middle deleted"}
 _RECIPE = "text"
 # Parts of an uninterrupted run: earlier there is nothing to resume, later nothing left to do.
 _KILLED = (0.25, 0.9)
@@ -59,7 +61,12 @@ class Stage(NamedTuple):
 
 
 def stages(
-    work: Path, corpus: Path, size: int, rng: random.Random, ways: Sequence[str] = WAYS
+    work: Path,
+    corpus: Path,
+    size: int,
+    rng: random.Random,
+    ways: Sequence[str] = WAYS,
+    edits: Sequence[str] | None = None,
 ) -> Iterator[Stage]:
     """Run the stages one after the other.
 
@@ -69,6 +76,7 @@ def stages(
         size: bytes of text.
         rng: chooses the moments of the kills.
         ways: what keeps results, of `WAYS`.
+        edits: edits of the input, of `EDITS`; all by default.
     """
     saved = texts.saved(corpus, size)
     theirs, ours = texts.copy(saved, work / "plain"), texts.copy(saved, work / "input")
@@ -89,16 +97,12 @@ def stages(
         kept = [way == "cache"] * 2
         yield stage(f"{way}: step 3 changed", way, changed, [*kept, False, False, False])
         if way == "cache":
-            for edit, name in _EDITS.items():
-                yield _edited(work, saved, edit, name)
+            for edit in EDITS if edits is None else edits:
+                yield _edited(work, saved, edit, EDITS[edit])
         shutil.rmtree(work / way)
         note = _kill(way, begun.ran.seconds, ours, work / way, rng)
         ran = Process(way, _RECIPE, first, ours, work / way).end()
         yield Stage(f"{way}: killed, then resumed", ran, plain[first], note)
-
-
-#: Edits of the input: their names.
-_EDITS = {"append": "1 % of the rows appended", "delete": "a row in the middle deleted"}
 
 
 def _edited(work: Path, saved: Path, edit: str, name: str) -> Stage:

@@ -172,7 +172,12 @@ def outcome(make: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_proc"), [*((name, None) for name in OPERATORS), ("all", 2), ("an error late", 2)]
+    ("name", "num_proc"),
+    [
+        *((name, None) for name in OPERATORS),
+        pytest.param("all", 2, marks=pytest.mark.matrix),
+        ("an error late", 2),
+    ],
 )
 def test_operators_in_blocks_give_what_one_pass_gives(name: str, num_proc: int | None, store: Store) -> None:
     for count in (COUNT, COUNT + MORE):
