@@ -25,7 +25,13 @@ _TRACE = r"""
 """
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(name, marks=[pytest.mark.matrix] * (number % 2))
+        for number, name in enumerate(OPERATIONS)
+    ],
+)
 def test_an_operation_can_be_called_any_number_of_times(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +125,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("contestant", READERS)
 def test_a_reader_of_epochs_answers_with_seconds(contestant: str, answers: Path) -> None:
     ready, *seconds = (answers / f"{contestant}.out").read_text().split()

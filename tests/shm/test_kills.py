@@ -252,7 +252,7 @@ def _write_forever(arena: Arena, number: int, wrote: Any) -> None:
             wrote.put(number)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
 def test_writers_of_the_same_slots_that_are_killed_one_after_another_never_leave_a_wrong_byte(
     method: str,
 ) -> None:

@@ -131,8 +131,9 @@ def test_without_locks_several_may_compute_and_all_get_the_same_whole_answer(
     agrees_with_disk(store)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)  # each of them may take ten minutes
-@pytest.mark.parametrize("others", OTHERS if LONG else OTHERS[:1])
+@pytest.mark.parametrize("others", OTHERS)
 def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Callable[[str], None]) -> None:
     """The tests of another file, in their quick form, in a process whose locks are broken from the start."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE.parent / others)]

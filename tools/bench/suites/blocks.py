@@ -37,6 +37,8 @@ _RECIPE = "text"
 _PARTS = (0.0, 0.001, 0.01, 0.1, 0.5, 1.0)
 #: Goals: how many times as fast as the first run a run is after a small edit, and after a kill at half.
 _SMALL_EDIT, _KILLED = 20, 1.8
+#: The goal for the peak on the disk, in times that of `datasets`.
+_PEAK = 0.5
 
 
 def rows(bench: Bench) -> Iterator[Row | Study]:
@@ -44,6 +46,7 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
     size = bench.size(200, 40) * 10**6
     runs = Runs(texts.saved(bench.work.parent / "corpus", size), bench.work)
     yield runs.first(f"first run of five steps over {size // 10**6} MB of text")
+    yield runs.peaks()
     yield from runs.edited(bench)
     yield _growth(bench)
 
@@ -91,6 +94,33 @@ class Runs:
             [contestant(*way) for way in ways],
             reference=_PLAIN,
             goals=[Goal(_OURS, 1.0, _PLAIN), Goal(_OURS + _TWO, 1.0, _PLAIN + _TWO)],
+        )
+
+    def peaks(self) -> Study:
+        """The most that first runs take on the disk, beside their input."""
+        lines, most = [], {}
+        for way, name in (("datasets", _PLAIN), ("cache", _OURS)):
+            folder = self._work / f"peak {way}"
+            source = texts.copy(self._saved, folder / "input")
+            before = recipe.size_on_disk(folder)
+            process = self._start(way, source, folder / "cache")
+            most[way] = process.peak(folder) - before
+            process.end()
+            after = recipe.size_on_disk(folder) - before
+            lines.append([name, f"{most[way] / 1e6:.1f}", f"{after / 1e6:.1f}"])
+            shutil.rmtree(folder)
+        part = most["cache"] / most["datasets"]
+        return Study(
+            "Disk of a first run, MB beside the input",
+            ["", "at most", "at the end"],
+            lines,
+            note="Files below the folders of the run, seen every 10 ms.",
+            goals=[
+                verdict(
+                    part <= _PEAK,
+                    f"peak disk of a first run: at most {_PEAK} times that of datasets: {part:.2f} times",
+                )
+            ],
         )
 
     def edited(self, bench: Bench) -> Iterator[Study]:
