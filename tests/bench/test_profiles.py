@@ -27,10 +27,7 @@ _TRACE = r"""
 
 @pytest.mark.parametrize(
     "operation",
-    [
-        pytest.param(name, marks=[pytest.mark.matrix] * (number % 2))
-        for number, name in enumerate(OPERATIONS)
-    ],
+    [pytest.param(name, marks=[pytest.mark.matrix] * (number % 2)) for number, name in enumerate(OPERATIONS)],
 )
 def test_an_operation_can_be_called_any_number_of_times(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
