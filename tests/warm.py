@@ -143,7 +143,7 @@ class WarmPython:
         cwd: str | Path | None = None,
         text: bool = False,
         stdin: int = subprocess.DEVNULL,
-        stdout: int | None = None,
+        stdout: Any = None,
         stderr: Any = None,
         start_new_session: bool = False,
     ) -> Started:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from castore_fuse import mountpoints
 from castore_fuse.lifecycle import check_fuse
 from tests.helpers import agrees_with_disk, text
 from tests.repair.jobs import JOBS, SHELF, wanted
+from tests.warm import Started, WarmPython
 
 pytest.importorskip("torch")
 pytest.importorskip("datasets")
@@ -68,13 +69,14 @@ def held(sample):
 class Running:
     """A store in which everything runs at once, until `end`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, warm: Mapping[str, WarmPython]) -> None:
         self.path = path
+        self._warm = warm
         self.store = path / "store"
         self.place = path / "place"
         self.watched = path / "watched"
         self.mountpoint = path / "mnt"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | Started] = {}
         self._environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, sys.path)]),
             "HF_DATASETS_CACHE": str(path / "hf"),
@@ -96,9 +98,16 @@ class Running:
 
     def start(self, name: str, *words: str | Path) -> None:
         # A session of its own: a killed job leaves workers behind, which are killed with it in the end.
+        command = ["-m", *map(str, words)]
         with self.log(name).open("wb") as log:
+            if python := self._warm.get(name.partition(" ")[0]):
+                self.processes[name] = python.start(
+                    command, env=self._environment, cwd=self.place, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+                return
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *map(str, words)], env=self._environment, cwd=self.place,
+                [sys.executable, *command], env=self._environment, cwd=self.place,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -173,9 +182,21 @@ class Running:
             mountpoints.detach(self.mountpoint, lazy=True)
 
 
+@pytest.fixture
+def warm(warm_datasets: WarmPython, warm_torch: WarmPython) -> dict[str, WarmPython]:
+    """What starts the jobs that import much."""
+    return {
+        "pipeline": warm_datasets,
+        "steps": warm_datasets,
+        "process": warm_datasets,
+        "fill": warm_torch,
+        "training": warm_torch,
+    }
+
+
 @contextmanager
-def running(path: Path, names: Collection[str] = JOBS) -> Iterator[Running]:
-    jobs = Running(path)
+def running(path: Path, warm: Mapping[str, WarmPython], names: Collection[str] = JOBS) -> Iterator[Running]:
+    jobs = Running(path, warm)
     jobs.prepare()
     castore_fuse.mount(jobs.store, jobs.mountpoint)
     try:
@@ -208,8 +229,10 @@ def unlisted(store: Path) -> list[str]:
     return found
 
 
-def test_jobs_of_every_kind_end_well_whatever_repairs_the_store_meanwhile(tmp_path: Path) -> None:
-    with running(tmp_path) as jobs:
+def test_jobs_of_every_kind_end_well_whatever_repairs_the_store_meanwhile(
+    tmp_path: Path, warm: dict[str, WarmPython]
+) -> None:
+    with running(tmp_path, warm) as jobs:
         for number, words in enumerate(COMMANDS):
             jobs.add_file(number)
             assert unlisted(jobs.store) == []
@@ -238,8 +261,10 @@ def test_jobs_of_every_kind_end_well_whatever_repairs_the_store_meanwhile(tmp_pa
             agrees_with_disk(store)
 
 
-def test_what_killed_jobs_left_is_removed_reported_and_not_missed(tmp_path: Path) -> None:
-    with running(tmp_path, LEAVING) as jobs:
+def test_what_killed_jobs_left_is_removed_reported_and_not_missed(
+    tmp_path: Path, warm: dict[str, WarmPython]
+) -> None:
+    with running(tmp_path, warm, LEAVING) as jobs:
         for process in jobs.processes.values():
             process.kill()
             process.wait()
