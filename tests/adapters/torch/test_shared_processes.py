@@ -24,6 +24,7 @@ from castore.adapters.torch import SharedCache
 from castore.shm.segments import path_of
 from castore.shm.slots import SlotState
 from tests.adapters.torch.conftest import START_METHODS, Cell
+from tests.warm import Started, WarmPython
 
 ROOT = Path(__file__).parents[3]
 FORK: Any = multiprocessing.get_context("fork")
@@ -279,7 +280,7 @@ def test_a_killed_loader_leaves_nothing_once_its_workers_are_gone() -> None:
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
+def scripts(warm_torch: WarmPython) -> Iterator[dict[str, Started]]:
     """A script for each start method. All run at once: each waits for seconds until its worker has gone."""
     script = (
         "import torch; from castore.adapters.torch import SharedCache\nfrom torch.utils.data import "
@@ -289,12 +290,15 @@ def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
         "len(list(loader)) == 10\n    print(holder.cache._arena.name)\n"
     )
     started = {
-        start: subprocess.Popen(
-            [sys.executable, "-c", script.format(start=start)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start: warm_torch.start(
+            ["-c", script.format(start=start)],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for start in START_METHODS
-    }  # fmt: skip
+    }
     yield started
     for one in started.values():  # not all of them have been waited for where only some tests run
         one.kill()
@@ -303,7 +307,7 @@ def scripts() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 @pytest.mark.parametrize("start", START_METHODS)
 def test_a_script_that_ends_with_the_workers_of_a_persistent_loader_alive_leaves_nothing(
-    start: str, scripts: dict[str, subprocess.Popen[str]]
+    start: str, scripts: dict[str, Started]
 ) -> None:
     out, err = scripts[start].communicate(timeout=120)
     assert (scripts[start].returncode, err) == (0, "")
