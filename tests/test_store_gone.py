@@ -1,4 +1,4 @@
-"""A store whose folder was removed while it was open."""
+"""A store whose folder was removed, made anew or moved while it was open."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store, StoreError
+from castore.repair import doctor
 from tests.helpers import noise
 
 
@@ -69,6 +70,54 @@ def test_a_call_says_that_the_folder_of_its_store_is_gone(
         call(store)
     with Store(store.path) as anew:
         assert anew.put("a", b"1").size == 1
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "closed"),
+    [pytest.param(call, False, id=f"{name}, open") for name, call in _CALLS.items()]
+    + [pytest.param(call, True, id=f"{name}, closed") for name, call in (_CALLS | _READS).items()],
+)
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_store_that_took_the_folders_place_is_left_alone(
+    tmp_path: Path, call: Callable[[Store], object], closed: bool, how: str
+) -> None:
+    with Store(tmp_path / "store", memory=0) as old:
+        old.put("a", b"1")
+        old.put("large", noise(200_000))
+    if not closed:
+        old.put("b", b"2")
+    shutil.rmtree(old.path) if how == "removed" else old.path.rename(tmp_path / "moved")
+    kept = {f"new/{number}": noise(10 ** (number % 7), number) for number in range(14)}
+    with Store(old.path, memory=0) as new:
+        new.put_many(kept.items())
+        with pytest.raises(
+            StoreError, match=r"the folder of the store .* is another one .* open the store anew"
+        ):
+            call(old)
+        assert {name: new.get(name) for name in new} == kept
+    old.close()
+    assert doctor.examine(old.path) == []
+    if how == "moved":
+        with Store(tmp_path / "moved", memory=0) as moved:
+            assert moved.get("a") == b"1"
+            assert moved.verify().bad == []
+
+
+def test_reading_a_store_that_was_moved_damages_no_name(tmp_path: Path) -> None:
+    with Store(tmp_path / "store", memory=0) as store:
+        store.put("small", b"1")
+        store.put("large", noise(2_000_000))
+    assert store.entry("small") is not None  # a connection to the index is open again, and no file of objects
+    store.path.rename(tmp_path / "moved")
+    for name in ("large", "small"):
+        with pytest.raises(StoreError, match="is gone"):
+            store.get(name)
+    with Store(tmp_path / "moved", memory=0) as moved:
+        assert moved.get("large") == noise(2_000_000)
+        assert moved.get("small") == b"1"
+    (tmp_path / "moved").rename(store.path)
+    assert store.get("large") == noise(2_000_000)
     store.close()
 
 

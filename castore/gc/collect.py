@@ -264,6 +264,7 @@ def _plan(
     parts: Parts, budget: int | None, grace: float, now: float
 ) -> tuple[Plan, Selection, dict[int, int], list[leftovers.Leftover]]:
     index = parts.index
+    index.beacon.require_in_place()
     parts.usage.flush()
     mounts.remove_dead(index)
     stored = index.totals().stored

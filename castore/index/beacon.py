@@ -7,6 +7,9 @@ number of the names journal's current segment. ``epoch`` counts how often anothe
 ``index.sqlite``: connections to an earlier file are no longer used. ``prefixes`` counts the changes to which
 prefixes have which dictionaries.
 
+The mapped file also shows whether the store at the path is still the one that was opened: a folder that was
+removed and made again, or moved, has another file there, or none.
+
 The words only save work. A writer killed around its commit leaves ``changed`` and ``settled`` different.
 Nobody caches anything then, until the next process that takes the index's write lock calls `settle`: readers
 are slower meanwhile, never wrong.
@@ -38,9 +41,13 @@ class Beacon:
     """
 
     def __init__(self, path: Path, mode: int, *, read_only: bool = False) -> None:
+        self._path = str(path)
         fd = open_regular(path) if read_only else open_with_mode(path, os.O_RDWR, mode)
         try:
-            is_short = os.fstat(fd).st_size < _SIZE
+            status = os.fstat(fd)
+            is_short = status.st_size < _SIZE
+            # No other file gets the number for as long as the mapping holds the file.
+            self._inode = status.st_ino
             if is_short and not read_only:
                 os.ftruncate(fd, _SIZE)
             os.pread(fd, _SIZE, 0)  # in a mapping, a sector that cannot be read raises SIGBUS
@@ -61,6 +68,23 @@ class Beacon:
             os.close(fd)
         #: The words, by place. Public for callers on a fast path.
         self.words = memoryview(self._map).cast("Q")
+
+    def require_in_place(self) -> None:
+        """Check that the file at the path is the one that is mapped. Takes a microsecond.
+
+        Raises:
+            StoreError: the store's folder was removed, moved or made anew since it was opened.
+        """
+        try:
+            if os.stat(self._path).st_ino == self._inode:
+                return
+            what = "is another one than the one that was opened: it was removed and made again, or moved"
+            advice = "open the store anew"
+        except (FileNotFoundError, NotADirectoryError):
+            what, advice = "is gone", "open the store anew to make one"
+        raise StoreError(
+            f"the folder of the store {os.path.dirname(os.path.dirname(self._path))} {what}; {advice}"
+        )
 
     def announce(self) -> int:
         """Announce that a name is about to change.

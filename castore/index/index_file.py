@@ -77,6 +77,7 @@ class IndexFile:
         self.path = path
         self.read_only = read_only
         self.has_written = rebuilding
+        self._beacon = beacon
         self._words = beacon.words
         self._rebuilding = rebuilding
         self._connections = Connections(path, durable, read_only=read_only)
@@ -177,6 +178,7 @@ class IndexFile:
             return False
 
     def _connect(self) -> sqlite3.Connection:
+        self._beacon.require_in_place()
         try:
             return self._connections.open()
         except SQL_ERRORS as error:

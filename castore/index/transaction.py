@@ -105,7 +105,11 @@ class Write:
 
         Raises:
             sqlite3.OperationalError: others kept the lock past ``until``.
+            StoreError: the store's folder was removed, moved or made anew.
         """
+        # Objects are found by their paths: with the index of a folder that is gone, they would be another
+        # store's.
+        self._index.beacon.require_in_place()
         db = self.db = self._index.connection()
         left = until - time.monotonic()
         try:

@@ -413,6 +413,8 @@ class BlobSource:
         return self._record_loss(blob, is_in_place=lambda: False) in (Fault.ROW, Fault.AWAY)
 
     def _record_loss(self, blob: Blob, is_in_place: Callable[[], bool]) -> Fault:
+        # The objects of a store that was moved are missing at their paths, and are not damaged.
+        self._beacon.require_in_place()
         # A damaged index must not cost intact objects. `intact` reads the whole object, so it runs before the
         # lock.
         found = self._objects.find_intact(blob.digest)
