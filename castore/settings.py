@@ -119,6 +119,11 @@ def store_folder(path: Any = None) -> Path:
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
         raise InvalidValueError(f"the folder of a store is a path as text, not {type(text).__name__}")
+    if not text:
+        raise InvalidValueError(
+            'the path of a store is an empty text, perhaps a variable that is not set; give a path, or "."'
+            " for the current folder"
+        )
     if found := _SCHEME(text):
         # The URL may have a password in it.
         raise InvalidValueError(

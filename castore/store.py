@@ -38,7 +38,7 @@ from castore.settings import store_folder
 from castore.system.ballast import Ballast, is_short
 from castore.system.local_files import explain_gone
 from castore.system.single_flight import ComputeLocks
-from castore.units import parse_budget, parse_count, parse_duration, parse_part, parse_size
+from castore.units import parse_budget, parse_count, parse_duration, parse_flag, parse_part, parse_size
 from castore.write.arguments import copy_if_writable, parse_expected, parse_items
 from castore.write.batch import Batch
 from castore.write.incoming import NewFile
@@ -156,12 +156,12 @@ class Store:
             "durable": durable,
             "allow_pickle": allow_pickle,
         }
+        durable, self.allow_pickle = parse_flag(durable, "durable"), parse_flag(allow_pickle, "allow_pickle")
         self.path = store_folder(path)
         #: Whether this user can only read the store. Its file system is read-only, or the permissions say so.
         self.settings, self.read_only = open_folder(
             self.path, codec=codec, level=level, max_size=max_size, ttl=ttl
         )
-        self.allow_pickle = allow_pickle
         self._ballast = Ballast(self.path / "ballast", self.settings.file_mode)
         self.parts = parts = open_parts(
             self.path,

@@ -105,6 +105,29 @@ def parse_count(count: int, what: str) -> int:
     return number
 
 
+def parse_flag(flag: Any, what: str) -> bool:
+    """True or False, for an argument where a text such as "no" would count as True.
+
+    Args:
+        flag: True, False, 0 or 1, or NumPy's.
+        what: the argument's name, for the message.
+
+    Raises:
+        InvalidValueError: it is something else.
+
+    >>> parse_flag("no", "allow_pickle")
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: allow_pickle is True or False, not 'no'
+    """
+    try:
+        known = flag in (False, True)
+    except (TypeError, ValueError):  # an array
+        known = False
+    if not known:
+        raise InvalidValueError(f"{what} is True or False, not {_shown(flag)}")
+    return bool(flag)
+
+
 def parse_part(part: Any, what: str) -> float:
     """A part of a whole, above 0 and at most 1.
 
@@ -226,6 +249,8 @@ def _is_unbounded(value: object, word: str) -> bool:
 def _seconds_of_number(number: object) -> float:
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         return math.nan
+    if getattr(getattr(number, "dtype", None), "kind", "") == "m":
+        return math.nan  # numpy.timedelta64 passes for a whole number of its own unit
     try:
         return float(number)
     except OverflowError:  # an int of hundreds of digits

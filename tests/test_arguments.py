@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from castore import CastoreError, Store
+from castore.adapters.tree import DiskCache, MemoryCache, TreeCacheManager
 
 _NO_NUMBERS = ["3", "zz", "5%", math.nan, b"x", [], object()]
 _NO_COUNTS = [*_NO_NUMBERS, None, -1, 0, 1.5, math.inf, 10**30]
@@ -70,6 +71,17 @@ _CALLS: dict[str, tuple[_Call, list[Any]]] = {
         for name, put in (_PUTS | _WITHOUT_PIN).items()
     },
     **{f"{name}(pin=)": (_with(put, "pin"), _NO_FLAGS) for name, put in _PUTS.items()},
+    "Store(durable=)": (_with(_WITHOUT_PIN["Store"], "durable"), _NO_FLAGS),
+    "Store(allow_pickle=)": (_with(_WITHOUT_PIN["Store"], "allow_pickle"), [*_NO_FLAGS, "false", "", (), {}]),
+    "MemoryCache(allow_pickle=)": (lambda store, flag: MemoryCache(10, allow_pickle=flag), _NO_FLAGS),
+    "DiskCache(allow_pickle=)": (
+        lambda store, flag: DiskCache(store.path.with_name("other"), allow_pickle=flag),
+        _NO_FLAGS,
+    ),
+    "TreeCacheManager(allow_pickle=)": (
+        lambda store, flag: TreeCacheManager(store.path.with_name("other"), allow_pickle=flag),
+        _NO_FLAGS,
+    ),
     "put(serializer=)": (
         lambda store, name: store.put("n", b"x", serializer=name),
         ["zz", None, b"text", []],

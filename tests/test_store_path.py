@@ -73,3 +73,11 @@ def test_the_folder_of_a_store_is_a_path(home: Path, path: Any) -> None:
     with pytest.raises(InvalidValueError, match="the folder of a store is a path as text, not"):
         Store(path)
     assert os.listdir() == []
+
+
+def test_an_empty_path_is_no_store(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is not set would make a store of the folder that the program runs in."""
+    monkeypatch.chdir(home)
+    with pytest.raises(InvalidValueError, match="is an empty text"):
+        Store("")
+    assert list(home.iterdir()) == []

@@ -90,17 +90,6 @@ def as_bytes(data: Buffer) -> Buffer:
     return data
 
 
-def check_pin(pin: bool) -> bool:
-    """Whether an entry is to be pinned.
-
-    Raises:
-        InvalidValueError: it is neither True nor False: a text such as "no" would count as True.
-    """
-    if pin not in (False, True):
-        raise InvalidValueError(f"pin is True or False, not {pin!r:.100}")
-    return bool(pin)
-
-
 def dump_metadata(metadata: dict[str, Any] | None) -> str | None:
     """``metadata`` as JSON text, or None if there is none.
 

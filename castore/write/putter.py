@@ -22,8 +22,8 @@ from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.local_files import raise_if_gone
 from castore.system.sql_errors import SQL_ERRORS, is_full
-from castore.units import parse_ttl
-from castore.write.arguments import as_bytes, check_pin, copy_if_writable, dump_metadata, parse_items
+from castore.units import parse_flag, parse_ttl
+from castore.write.arguments import as_bytes, copy_if_writable, dump_metadata, parse_items
 from castore.write.incoming import Creation, NewFile
 from castore.write.open_pack import Vanished
 from castore.write.prefixes import Prefixes
@@ -71,7 +71,7 @@ class Putter:
         check_serializer(serializer)
         seconds = self.seconds(ttl)
         expires = None if seconds is None else time.time() + seconds
-        return EntrySpec(name, serializer, dump_metadata(metadata), expires, check_pin(pin))
+        return EntrySpec(name, serializer, dump_metadata(metadata), expires, parse_flag(pin, "pin"))
 
     def make_specs(
         self,
@@ -81,7 +81,7 @@ class Putter:
     ) -> Iterator[tuple[EntrySpec, Buffer]]:
         """`make_spec` for many names, each with its bytes and perhaps metadata; all else has its default."""
         seconds = self.seconds(ttl)
-        pin = check_pin(pin)
+        pin = parse_flag(pin, "pin")
         for name, data, metadata in parse_items(items):
             expires = None if seconds is None else time.time() + seconds
             yield EntrySpec(check_name(name), "bytes", dump_metadata(metadata), expires, pin), data

@@ -15,6 +15,7 @@ from castore.adapters.tree.metadata import CacheMetadata
 from castore.adapters.tree.packed_value import pack, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import CorruptError
+from castore.units import parse_flag
 
 
 class DiskCache(DiskBacked):
@@ -50,7 +51,7 @@ class DiskCache(DiskBacked):
         allow_pickle: bool = False,
     ) -> None:
         self._disk = DiskLevel(cache_dir, compression, expiry_seconds, max_size)
-        self._allow_pickle = allow_pickle
+        self._allow_pickle = parse_flag(allow_pickle, "allow_pickle")
         self._tally = Tally()
         self._rebuild = partial(
             DiskCache,

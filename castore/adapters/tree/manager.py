@@ -27,6 +27,7 @@ from castore.records import Entry
 from castore.store import DEFAULT_MEMORY
 from castore.system.ram_cache import MemoryLRU
 from castore.system.single_flight import ComputeLocks
+from castore.units import parse_flag
 
 # Longest time for which a slot answers without a read of the index: entries also change without a change of
 # names.
@@ -100,7 +101,7 @@ class TreeCacheManager(DiskBacked):
         # The lock files of the store itself: callers of `Store` and of this cache that compute one name share
         # one lock.
         self._locks = ComputeLocks(self.store.path / "locks" / "compute", self.store.settings.file_mode)
-        self._allow_pickle = allow_pickle
+        self._allow_pickle = parse_flag(allow_pickle, "allow_pickle")
         self._memory_tally, self._disk_tally = Tally(), Tally()
         self._rebuild = partial(
             TreeCacheManager,

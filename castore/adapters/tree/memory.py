@@ -18,7 +18,7 @@ from castore.adapters.tree.packed_value import Packed, pack, ram_size, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
 from castore.system.ram_cache import MemoryLRU
-from castore.units import NEVER, parse_size, parse_ttl
+from castore.units import NEVER, parse_flag, parse_size, parse_ttl
 
 V = TypeVar("V")
 
@@ -111,7 +111,7 @@ class MemoryCache:
         self._options = (max_size, max_bytes, expiry_seconds, allow_pickle)
         seconds = None if expiry_seconds is None else parse_ttl(expiry_seconds)
         self._expiry = NEVER if seconds is None else seconds
-        self._allow_pickle = allow_pickle
+        self._allow_pickle = parse_flag(allow_pickle, "allow_pickle")
         self._bounds = parse_bounds(max_size, "max_size", max_bytes, "max_bytes")
         self._values: MemoryLRU[_TimedValue] = self._bounds.make_lru(
             lambda timed: ram_size(timed.packed) + _VALUE_BYTES
