@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from castore.system.cpus import usable_cores
 from castore.system.forks import reset_after_fork
+from castore.system.thread_pools import lasting_pool
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class CodecThreads:
         """The pool of this process."""
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(usable_cores(), thread_name_prefix="castore-codec")
+                self._pool = lasting_pool(usable_cores(), "castore-codec")
             return self._pool
 
     def begin(self, task: Callable[[], T]) -> Callable[[], T]:

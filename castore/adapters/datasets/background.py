@@ -23,6 +23,7 @@ import datasets
 from castore.adapters.datasets.dataset_entries import DatasetSize
 from castore.adapters.datasets.reports import CacheWarning
 from castore.system.forks import reset_after_fork
+from castore.system.thread_pools import lasting_pool
 
 
 class PendingPut(NamedTuple):
@@ -65,7 +66,7 @@ class PendingPuts:
         """Call ``put`` in the thread."""
         with self._guard:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="castore-datasets")
+                self._pool = lasting_pool(1, "castore-datasets")
             pool = self._pool
         # Registered before the work can be done: otherwise the entry would stay registered.
         future: Future[DatasetSize | None] = Future()
