@@ -4,6 +4,9 @@ Threads of a process share a lock per key. Processes lock a byte of ``locks/comp
 an open file description lock: it ends with its process in any case, and leaves no lock files behind. The
 locks only save work: if the file system grants a lock to several processes, several compute, and each entry
 is still whole.
+
+A Ctrl-C can come between any two steps. It may leave a note of who has a lock behind, but never the lock:
+notes count only while their lock is taken.
 """
 
 from __future__ import annotations
@@ -23,8 +26,20 @@ from castore.system.temporary import open_with_mode
 
 # A lock file and a key: several objects may stand for one file.
 _Place = tuple[str, str]
-# The places that each thread holds.
+# The places that each thread holds, with their locks.
 _held = threading.local()
+
+
+class _KeyLock:
+    """The lock of a key among the threads of a process, and the thread that took it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+
+    def is_held_by(self, thread: int) -> bool:
+        """Whether the thread has it. An interrupt may have left its number behind."""
+        return self.owner == thread and self.lock.locked()
 
 
 class _WaitGraph:
@@ -36,7 +51,7 @@ class _WaitGraph:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._holders: dict[_Place, int] = {}
+        self._holders: dict[_Place, tuple[int, _KeyLock]] = {}
         self._waiting: dict[int, _Place] = {}
 
     def wait(self, place: _Place) -> None:
@@ -47,10 +62,10 @@ class _WaitGraph:
         """
         me, keys = threading.get_ident(), [place[1]]
         with self._lock:
-            holder = self._holders.get(place)
+            holder = self._holder(place)
             while holder is not None and holder != me and (next_place := self._waiting.get(holder)):
                 keys.append(next_place[1])
-                holder = self._holders.get(next_place)
+                holder = self._holder(next_place)
             if holder != me:
                 self._waiting[me] = place
                 return
@@ -60,13 +75,17 @@ class _WaitGraph:
             " compute what both need under a key of its own first"
         )
 
-    def hold(self, place: _Place, *, is_own: bool) -> None:
+    def _holder(self, place: _Place) -> int | None:
+        holder, lock = self._holders.get(place, (None, None))
+        return holder if holder is not None and lock is not None and lock.is_held_by(holder) else None
+
+    def hold(self, place: _Place, lock: _KeyLock, *, is_own: bool) -> None:
         """Note that this thread has its place, and with ``is_own`` that it alone holds it until `leave`."""
         me = threading.get_ident()
         with self._lock:
             self._waiting.pop(me, None)
             if is_own:
-                self._holders[place] = me
+                self._holders[place] = me, lock
 
     def stop_waiting(self) -> None:
         """Note that this thread waits no longer."""
@@ -103,7 +122,10 @@ class ComputeLocks:
             # workers of pools do. Then other processes would wait for the key for ever.
             close_inherited(self._path)
         self._guard = threading.Lock()
-        self._threads: dict[str, tuple[threading.Lock, int]] = {}
+        self._threads: dict[str, tuple[_KeyLock, int]] = {}
+        # Another object in each process: a child that was forked in a block holds no lock. Comparing needs no
+        # call, so no interrupt can come between the comparison and the step that depends on it.
+        self._process = object()
 
     @contextlib.contextmanager
     def hold(self, key: str, *, may_move: bool = False) -> Iterator[None]:
@@ -117,28 +139,30 @@ class ComputeLocks:
             InvalidValueError: this thread holds the lock already, or the thread of this process that holds it
                 waits for this one: they would wait for ever. Circles over processes are not seen.
         """
-        owner = os.getpid()
+        process, me = self._process, threading.get_ident()
         held, place = _held_here(), (str(self._path), key)
-        if place in held:
+        mine = held.get(place)
+        if mine is not None and mine.is_held_by(me):
             raise InvalidValueError(
                 f"this thread is computing {key!r} already: the computation asks for its own result"
             )
         with self._guard:
-            lock, users = self._threads.get(key, (threading.Lock(), 0))
+            lock, users = self._threads.get(key, (_KeyLock(), 0))
             self._threads[key] = lock, users + 1
         try:
             _graph.wait(place)
-            with lock, self._process_lock(key):
-                _graph.hold(place, is_own=not may_move)
-                held.add(place)
+            with lock.lock, self._process_lock(key):
+                lock.owner, held[place] = me, lock
+                _graph.hold(place, lock, is_own=not may_move)
                 try:
                     yield
                 finally:
+                    lock.owner = None
                     _graph.leave(place)
         finally:
             _graph.stop_waiting()
-            held.discard(place)
-            if os.getpid() == owner:  # a child that was forked in this block holds no lock
+            held.pop(place, None)
+            if self._process is process:
                 self._leave(key)
 
     def claim(self, key: str) -> Callable[[], None] | None:
@@ -147,15 +171,15 @@ class ComputeLocks:
         Returns:
             A function that releases the lock, for any thread of this process; None if the lock is held.
         """
-        owner, held, place = os.getpid(), _held_here(), (str(self._path), key)
+        process, held, place = self._process, _held_here(), (str(self._path), key)
         with self._guard:
-            lock, users = self._threads.get(key, (threading.Lock(), 0))
-            if not lock.acquire(blocking=False):
+            lock, users = self._threads.get(key, (_KeyLock(), 0))
+            if not lock.lock.acquire(blocking=False):
                 return None
             self._threads[key] = lock, users + 1
         stack = contextlib.ExitStack()
         stack.callback(self._leave, key)
-        stack.callback(lock.release)
+        stack.callback(lock.lock.release)
         try:
             fd = open_with_mode(self._path, os.O_RDWR, self._mode)
             stack.callback(os.close, fd)
@@ -165,11 +189,12 @@ class ComputeLocks:
         except BaseException:
             stack.close()
             raise
-        held.add(place)
+        lock.owner, held[place] = threading.get_ident(), lock
 
         def release() -> None:
-            if os.getpid() == owner:  # a child that was forked since then holds no lock
-                held.discard(place)
+            if self._process is process:
+                held.pop(place, None)
+                lock.owner = None
                 unlock_byte(fd, _place(key))
                 stack.close()
 
@@ -185,23 +210,23 @@ class ComputeLocks:
 
     @contextlib.contextmanager
     def _process_lock(self, key: str) -> Iterator[None]:
-        place, owner = _place(key), os.getpid()
+        place, process = _place(key), self._process
         fd = open_with_mode(self._path, os.O_RDWR, self._mode)
         try:
             lock_byte(fd, place)
             try:
                 yield
             finally:
-                if os.getpid() == owner:
+                if self._process is process:
                     unlock_byte(fd, place)
         finally:
-            if os.getpid() == owner:
+            if self._process is process:
                 os.close(fd)
 
 
-def _held_here() -> set[_Place]:
-    """The lock files and keys that this thread holds."""
-    held: set[_Place] = _held.__dict__.setdefault("keys", set())
+def _held_here() -> dict[_Place, _KeyLock]:
+    """The lock files and keys that this thread holds, with their locks."""
+    held: dict[_Place, _KeyLock] = _held.__dict__.setdefault("keys", {})
     return held
 
 

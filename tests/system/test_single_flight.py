@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -227,3 +230,39 @@ def test_a_forked_child_knows_no_holders_of_its_parent(locks: ComputeLocks) -> N
 def _hold_both(locks: ComputeLocks) -> None:
     with locks.hold("b"), locks.hold("a"):
         pass
+
+
+# An interrupt in a finaliser is told to nobody.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_call_leaves_a_key_that_can_be_computed(tmp_path: Path) -> None:
+    """Python looks for Ctrl-C at the beginning of each function."""
+    left = 0
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    with Store(tmp_path / "store", memory=0) as store:
+        store.get_or_compute("other", lambda: 0)
+        before = sys.gettrace()
+        for number in itertools.count(1):
+            left = number
+            try:
+                sys.settrace(interrupt)
+                store.get_or_compute("key", lambda: 1)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            store.delete("key")
+            assert store.get_or_compute("key", lambda: 2) == 2
+            store.delete("key")
+            assert elsewhere(lambda: store.get_or_compute("key", lambda: 3)) == 3
+            store.delete("key")
+            if left > 0:
+                break
+    assert number > 50
+    assert single_flight._graph._waiting == {}
