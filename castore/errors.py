@@ -61,7 +61,7 @@ class LostSettingsWarning(UserWarning):
 
 
 class TooLargeError(CastoreError):
-    """A blob is larger than the whole budget."""
+    """A blob, or all blobs of a batch, are larger than the whole budget."""
 
 
 class DictionaryError(CastoreError):

@@ -152,11 +152,11 @@ class NewFile(io.BufferedIOBase):
     def __init__(
         self, name: str, blob: IncomingBlob, explain_full_disk: Callable[[], AbstractContextManager[None]]
     ) -> None:
+        self._blob = blob  # first, for `__del__` comes also after a Ctrl-C in here
         super().__init__()
         self.name = name
         self.mode = "wb"
         self._entry: Entry | None = None
-        self._blob = blob
         self._explain_full_disk = explain_full_disk
 
     @property

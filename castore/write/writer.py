@@ -309,6 +309,12 @@ class BlobWriter:
                     f" ({format_size(max_size)}); raise the budget with `castore init --max-size`"
                 )
         need = sum(item.stored for _, item in staged)
+        if need > max_size:
+            raise TooLargeError(
+                f"{len(staged)} blobs that are committed at once take {format_size(need)}, more than the"
+                f" whole store may hold ({format_size(max_size)}); put them in several batches, or raise the"
+                " budget with `castore init --max-size`"
+            )
         if need and self._index.totals().stored + need > max_size:
             self._make_room(need)
 

@@ -184,7 +184,7 @@ class Running:
 
 @pytest.fixture
 def warm(warm_datasets: WarmPython, warm_torch: WarmPython) -> dict[str, WarmPython]:
-    """What starts the jobs that import much."""
+    """Starters of the jobs that import much, by job."""
     return {
         "pipeline": warm_datasets,
         "steps": warm_datasets,

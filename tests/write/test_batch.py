@@ -275,6 +275,16 @@ def test_a_batch_that_does_not_fit_into_the_budget_is_refused_whole(tmp_path: Pa
         agrees_with_disk(store)
 
 
+def test_a_batch_that_no_empty_store_could_hold_is_told_so(tmp_path: Path) -> None:
+    with Store(tmp_path / "store", max_size=LARGE) as store:
+        with pytest.raises(
+            TooLargeError, match=r"2 blobs that are committed at once take .* several batches"
+        ):
+            store.put_if(("a", None), [("a", noise(LARGE // 3 * 2, 1)), ("b", noise(LARGE // 3 * 2, 2))])
+        assert list(store) == []
+        assert temporaries(store) == []
+
+
 @pytest.mark.parametrize(
     ("stage", "count"),
     [

@@ -229,8 +229,8 @@ def _make_namedtuple(cls: Any, parts: Any) -> Any:
 
 
 def _take_dataclass(value: Any) -> Any:
-    held = _held(value)
     declared = _declared(type(value))
+    held = {**_class_values(type(value), declared), **_held(value)}
     missing = next((name for name in declared if name not in held), None)
     if missing is not None:
         raise MisfitError(
@@ -238,6 +238,16 @@ def _take_dataclass(value: Any) -> Any:
             f"castore.register_type({type(value).__name__}, encode=..., decode=...)"
         )
     return [{name: held[name] for name in declared}, _rest(value, set(declared))]
+
+
+def _class_values(cls: type, declared: tuple[str, ...]) -> dict[str, Any]:
+    """The values of fields that the class has: `field(default=..., init=False)` sets none on an instance."""
+    found: dict[str, Any] = {}
+    for _, space in _spaces(cls):
+        for name in declared:
+            if name in space and name not in found:
+                found[name] = space[name]
+    return {name: part for name, part in found.items() if not hasattr(type(part), "__get__")}
 
 
 def _held(value: Any) -> dict[str, Any]:

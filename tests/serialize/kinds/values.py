@@ -57,6 +57,15 @@ class Frozen:
     y: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Versioned:
+    """Its class has the value of a field."""
+
+    rate: float
+    version: int = dataclasses.field(default=2, init=False)
+    note: str | None = dataclasses.field(default=None, init=False)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slim:
     x: Any
@@ -168,7 +177,7 @@ HASHABLE: list[Any] = [
     ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_interface("::1/64"),
     Colour.RED, Colour.GREEN, Level.LOW, Mode.TRAIN, Access.READ, Access.READ | Access.WRITE, Access(0),
     Bits.ONE | Bits.FOUR, Bits(64), Outer.Inner.HERE,
-    Point(1, "y"), Frozen(1, (2,)), Slim("s"), range(1, 9, 3), frozenset(),
+    Point(1, "y"), Frozen(1, (2,)), Versioned(1e-3), Slim("s"), range(1, 9, 3), frozenset(),
     frozenset({1, (2, "x"), frozenset({"y"})}),
     1.5, (1, 2.5), b"raw", "text", 2**70, -3, True, None, 1 + 2j, torch.float16, torch.Size([1, 2]),
     torch.device("cuda", 1),
@@ -266,7 +275,12 @@ def same(one: Any, two: Any) -> bool:  # noqa: C901 - one rule for each type
         return all(map(same, map(_plain, vars(one).values()), map(_plain, vars(two).values())))
     if dataclasses.is_dataclass(one):
         fields = [field.name for field in dataclasses.fields(one)]
-        return all(same(getattr(one, name), getattr(two, name)) for name in fields) and _same_state(one, two)
+        # Fields that the class has are kept as well, so that they stay when the class changes.
+        first, second = (
+            {name: part for name, part in getattr(each, "__dict__", {}).items() if name not in fields}
+            for each in (one, two)
+        )
+        return all(same(getattr(one, name), getattr(two, name)) for name in fields) and same(first, second)
     if isinstance(one, types.SimpleNamespace):
         return _same_state(one, two)
     if isinstance(one, dt.datetime | dt.time):
