@@ -52,6 +52,8 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
     target = os.path.realpath(output)
     if os.path.isdir(target):
         raise CastoreError(f"{printable(output)} is a folder; give the name of a file in it with -o")
+    if output.endswith(os.sep):
+        raise CastoreError(f"there is no folder {printable(output)}; make it first, and name a file in it")
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         raise CastoreError(

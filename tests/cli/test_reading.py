@@ -161,5 +161,7 @@ def test_get_writes_through_links_and_into_devices(cli: Cli, store: Store) -> No
 
 def test_get_says_what_is_wrong_with_the_place(cli: Cli, store: Store, tmp_path: Path) -> None:
     assert "is a folder" in cli("get", "data/a.txt", "-o", str(tmp_path)).err
+    assert "there is no folder" in cli("get", "data/a.txt", "-o", f"{tmp_path}/new/").err
+    assert not (tmp_path / "new").exists()
     assert "make it first" in cli("get", "data/a.txt", "-o", "nodir/x").err
     assert not Path("nodir").exists()

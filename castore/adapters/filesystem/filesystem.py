@@ -317,6 +317,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
                 ``metadata``, ``pin``. Others are ignored, as in fsspec's own file systems.
         """
         if "r" in mode:
+            mode = "rb" if mode == "br" else mode  # as Python's `open`
             return super().open(path, mode, block_size, cache_options, compression, **kwargs)
         path = self._strip_protocol(path)
         text = {name: kwargs.pop(name) for name in _TEXT_OPTIONS if name in kwargs}

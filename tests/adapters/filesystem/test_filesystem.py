@@ -326,6 +326,13 @@ def test_a_damaged_file_can_be_written_over_and_removed(fs: CastoreFileSystem) -
 # Reading
 
 
+@pytest.mark.parametrize("mode", ["rb", "br", "r", "rt", "tr"])
+def test_modes_of_reading_are_those_of_python(fs: CastoreFileSystem, mode: str) -> None:
+    fs.store.put("text", b"line\n")
+    with fs.open("text", mode) as file:
+        assert file.read() == (b"line\n" if "b" in mode else "line\n")
+
+
 @pytest.mark.parametrize("codec", ["zstd", "none"])
 def test_files_are_read_in_any_order(fs: CastoreFileSystem, codec: str) -> None:
     fs.store.put("a", BIG, codec=codec)
