@@ -5,38 +5,33 @@ Must not be used for pools that are shut down: `concurrent.futures` alone does f
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 
 def lasting_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads all run already, and which is never shut down.
+    """A pool that is never shut down, with one thread that runs already.
 
-    A Ctrl-C that comes while a pool starts a thread may leave a thread that the pool does not know. The
-    interpreter would wait for that thread at its end, and nobody would tell the thread to end. Python
-    interrupts the main thread alone, so another thread starts them here.
+    A Ctrl-C that comes while a pool starts a thread may leave a thread that Python does not know as one of a
+    pool. At its end the interpreter tells the known threads to end, each of these tells the next one, and it
+    waits for all. So a pool without any known thread would keep the process from its end. Python interrupts
+    the main thread alone, so another thread starts the first one here.
 
     Args:
-        threads: their number.
+        threads: the most threads that it has.
         name: the beginning of their names.
 
     Raises:
-        RuntimeError: the interpreter shuts down.
+        RuntimeError: the interpreter shuts down, or the machine has no more threads.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    starter = threading.Thread(target=_start_all, args=(pool, threads), name=f"{name}-starter")
+    starter = threading.Thread(target=_start_one, args=(pool,), name=f"{name}-starter")
     starter.start()
     starter.join()
     return pool
 
 
-def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
-    # A pool starts a thread for a task if no thread is idle.
-    all_run = threading.Barrier(threads + 1)
-    try:
-        for _ in range(threads):
-            pool.submit(all_run.wait)
-    except RuntimeError:  # no more threads can be started: the pool does with those that it has
-        all_run.abort()
-    else:
-        all_run.wait()
+def _start_one(pool: ThreadPoolExecutor) -> None:
+    with contextlib.suppress(RuntimeError):  # the pool raises it for the caller's own tasks too
+        pool.submit(int).result()
