@@ -74,11 +74,20 @@ def test_a_call_says_that_the_folder_of_its_store_is_gone(
 
 
 @pytest.mark.parametrize(
-    ("call", "closed"),
-    [pytest.param(call, False, id=f"{name}, open") for name, call in _CALLS.items()]
-    + [pytest.param(call, True, id=f"{name}, closed") for name, call in (_CALLS | _READS).items()],
+    ("call", "closed", "how"),
+    [
+        pytest.param(
+            call,
+            closed,
+            how,
+            id=f"{name}, {'closed' if closed else 'open'}, {how}",
+            marks=[pytest.mark.matrix] * (closed and how == "moved"),
+        )
+        for how in ("removed", "moved")
+        for closed in (False, True)
+        for name, call in (_CALLS | _READS if closed else _CALLS).items()
+    ],
 )
-@pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_store_that_took_the_folders_place_is_left_alone(
     tmp_path: Path, call: Callable[[Store], object], closed: bool, how: str
 ) -> None:
