@@ -5,7 +5,7 @@ an open file description lock: it ends with its process in any case, and leaves 
 locks only save work: if the file system grants a lock to several processes, several compute, and each entry
 is still whole.
 
-A Ctrl-C can come between any two steps. It may leave a note of who has a lock behind, but never the lock:
+A Ctrl-C can come between any two steps. It may leave the note of a lock's holder behind, but never the lock:
 notes count only while their lock is taken.
 """
 
@@ -51,7 +51,7 @@ class _WaitGraph:
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._holders: dict[_Place, tuple[int, _KeyLock]] = {}
+        self._holders: dict[_Place, _KeyLock] = {}
         self._waiting: dict[int, _Place] = {}
 
     def wait(self, place: _Place) -> None:
@@ -76,16 +76,15 @@ class _WaitGraph:
         )
 
     def _holder(self, place: _Place) -> int | None:
-        holder, lock = self._holders.get(place, (None, None))
-        return holder if holder is not None and lock is not None and lock.is_held_by(holder) else None
+        lock = self._holders.get(place)
+        return lock.owner if lock is not None and lock.lock.locked() else None
 
     def hold(self, place: _Place, lock: _KeyLock, *, is_own: bool) -> None:
         """Note that this thread has its place, and with ``is_own`` that it alone holds it until `leave`."""
-        me = threading.get_ident()
         with self._lock:
-            self._waiting.pop(me, None)
+            self._waiting.pop(threading.get_ident(), None)
             if is_own:
-                self._holders[place] = me, lock
+                self._holders[place] = lock
 
     def stop_waiting(self) -> None:
         """Note that this thread waits no longer."""
