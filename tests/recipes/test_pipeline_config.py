@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from castore.adapters.datasets import CacheStageConfig, DatasetConfig, Pipeline,
 from castore.errors import InvalidValueError, NotFoundError
 from tests.adapters.datasets import noting
 from tests.adapters.datasets.noting import Adds
+from tests.clocks import pass_time
 
 
 @pytest.fixture(autouse=True)
@@ -140,13 +140,13 @@ def test_every_compression_is_the_stores(place: Path, compression: Any) -> None:
         }
 
 
-def test_what_has_expired_is_made_anew(place: Path) -> None:
+def test_what_has_expired_is_made_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PipelineConfig(
-        ["data"], CacheStageConfig(cache_type="disk", disk_cache_expiry="300ms", cache_dir="cache")
+        ["data"], CacheStageConfig(cache_type="disk", disk_cache_expiry="1h", cache_dir="cache")
     )
     config.run([Adds("a")])
     background.wait()
-    time.sleep(0.4)
+    pass_time(monkeypatch, 7200)
     config.run([Adds("a")])
     assert noting.calls == ["a"] * 4
 

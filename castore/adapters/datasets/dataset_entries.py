@@ -230,10 +230,11 @@ def read_file(store: Store, name: str) -> bytes:
     Raises:
         NotFoundError, CorruptError: the bytes are missing, or damaged.
     """
-    if store.entry(name) is None:
-        raise NotFoundError(f"there is no entry {name!r} in {store.path}")
     data = store.get(name)
     if data is None:
+        # In this order: an entry that expires in between is no damage.
+        if store.entry(name) is None:
+            raise NotFoundError(f"there is no entry {name!r} in {store.path}")
         raise damage_error(name)
     return data
 

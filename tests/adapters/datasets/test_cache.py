@@ -15,9 +15,10 @@ from PIL import Image
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache
+from castore.adapters.datasets.dataset_entries import read_file
 from castore.adapters.datasets.mapped_files import COPIES_FOLDER
 from castore.adapters.datasets.stored_table import SMALL_BYTES
-from castore.errors import InvalidValueError, NameConflictError, SerializationError
+from castore.errors import InvalidValueError, NameConflictError, NotFoundError, SerializationError
 from castore_fuse import mounted
 from tests.clocks import pass_time
 from tests.helpers import flip, in_processes, payload
@@ -288,3 +289,19 @@ def test_arrow_files_are_read_by_others(cache: DatasetCache, large: datasets.Dat
     with warnings.catch_warnings(), cache.store.open("large/data-00000-of-00001.arrow") as file:
         table = pa.ipc.open_stream(file).read_all()
     assert table["number"].to_pylist() == large["number"][:]
+
+
+def test_a_file_that_expires_while_it_is_read_is_missing_and_not_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("file", b"1", ttl="1h")
+    get = store.get
+
+    def late(name: str) -> bytes | None:
+        pass_time(monkeypatch, 7200)
+        return get(name)
+
+    assert read_file(store, "file") == b"1"
+    monkeypatch.setattr(store, "get", late)
+    with pytest.raises(NotFoundError):
+        read_file(store, "file")
