@@ -272,7 +272,7 @@ class BlobWriter:
             on_begin: called in the transaction before anything else; its exceptions roll everything back.
 
         Raises:
-            TooLargeError: one blob alone passes the budget.
+            TooLargeError: one blob alone, or all of them together, pass the budget.
             FullError: pinned entries leave no room, or the disk is full.
             Vanished: a known blob was removed; stage again with ``reuse=False``.
         """
