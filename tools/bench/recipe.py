@@ -6,7 +6,10 @@ parameter that can be changed. Operators are written once; no way of running get
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fnmatch
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -172,5 +175,14 @@ def digest(dataset: datasets.Dataset) -> str:
 
 
 def size_on_disk(folder: Path, pattern: str = "*") -> int:
-    """Bytes that the files below a folder take on its disk."""
-    return sum(512 * file.lstat().st_blocks for file in folder.rglob(pattern) if file.is_file())
+    """Bytes that the files below a folder take on its disk.
+
+    A file counts once, however many links it has. Files that are removed meanwhile do not count.
+    """
+    found: dict[int, int] = {}
+    for where, _, names in os.walk(folder):
+        for name in fnmatch.filter(names, pattern):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(os.path.join(where, name))
+                found[status.st_ino] = 512 * status.st_blocks
+    return sum(found.values())

@@ -9,7 +9,6 @@ making a vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -181,26 +180,15 @@ class Process:
         """
         most = 0
         while self._process.poll() is None:
-            most = max(most, _bytes_below(folder))
+            most = max(most, recipe.size_on_disk(folder))
             time.sleep(0.01)
-        return max(most, _bytes_below(folder))
+        return max(most, recipe.size_on_disk(folder))
 
     def kill(self) -> bool:
         """Kill it with SIGKILL; False if it had ended."""
         self._process.kill()
         self._process.communicate()
         return self._process.returncode < 0
-
-
-def _bytes_below(folder: Path) -> int:
-    """Bytes that files take, each once, however many links it has; those that go meanwhile do not count."""
-    found: dict[int, int] = {}
-    for where, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                status = os.lstat(os.path.join(where, name))
-                found[status.st_ino] = 512 * status.st_blocks
-    return sum(found.values())
 
 
 def main() -> None:
