@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -48,7 +49,7 @@ _frozen_modules = 0
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect tests without the collector of garbage: there is none yet, and its looks take a second."""
+    """Collect tests without the collector of garbage: there is little yet, and its looks take seconds."""
     gc.disable()
     try:
         return (yield)
@@ -60,6 +61,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(autouse=True, scope="module")
 def _pass_over_imports_of_others() -> None:
     if len(sys.modules) > _frozen_modules + 50:
+        gc.collect()
         _pass_over_imports()
 
 
@@ -68,14 +70,13 @@ def _pass_over_imports() -> None:
     second, and some tests ask for dozens.
     """
     global _frozen_modules
-    gc.collect()
     gc.freeze()
     _frozen_modules = len(sys.modules)
 
 
-def pytest_unconfigure() -> None:
-    """Give all objects back to the collector: extension modules report those that Python does not free."""
-    gc.unfreeze()
+# Extension modules report objects that Python does not free, so the collector has all back at the very end.
+# pytest collects several times before, which would take a second.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from blake3 import blake3
+
 from castore import Store
 from castore.objects.packs import PackRecord, scan
 from castore.records import HEAD_SIZE, LOOSE
@@ -40,7 +42,7 @@ def text(size: int, seed: int = 0) -> bytes:
 
 def noise(size: int, seed: int = 0) -> bytes:
     """Bytes that do not compress."""
-    return random.Random(f"noise {seed}").randbytes(size)
+    return blake3(b"noise %d" % seed).digest(length=size)
 
 
 def mixed(size: int, seed: int = 0) -> bytes:

@@ -22,9 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.pipeline import Pipeline
-from sklearn.preprocessing import FunctionTransformer
 from torch.nn.utils import parametrizations, parametrize
 
 from castore import InvalidValueError, Store, UnhashableError, key
@@ -38,6 +35,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CASTORE_TEST_FOLDER", str(tmp_path / "store"))
     return tmp_path
+
+
+def transformer(*args: Any, **options: Any) -> Any:
+    """sklearn takes a second to import, so that happens late."""
+    from sklearn.preprocessing import FunctionTransformer
+
+    return FunctionTransformer(*args, **options)
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -277,7 +281,7 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
         lambda: Scaled(1, STEPS), lambda: Scaled(1, BACK),  # type: ignore[arg-type]
     ],
     "orders inside of a library's object": [
-        lambda: FunctionTransformer(closing(STEPS)), lambda: FunctionTransformer(closing(BACK)),
+        lambda: transformer(closing(STEPS)), lambda: transformer(closing(BACK)),
     ],
     "partials": [noted, lambda: noted(note=1), lambda: Partial(max, 1)],
     "functions of C": [lambda: PROCESS.abs, lambda: PROCESS.labs, lambda: callback(1), lambda: callback(2)],
@@ -323,7 +327,7 @@ def one_of(first: bool) -> list[Callable[[], Any]]:
         module.register_buffer(f"of_{name}", torch.tensor(order[name]))
     return [
         Configured, lambda: noted(**order), lambda: noted_function, lambda: Holder(**order), lambda: module,
-        lambda: FunctionTransformer(kw_args=order),
+        lambda: transformer(kw_args=order),
     ]  # fmt: skip
 
 
@@ -509,6 +513,8 @@ def test_vectorizers_count_alike_in_every_process(capsys: pytest.CaptureFixture[
     there = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, text=True)
     exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out == there
+    from sklearn.feature_extraction.text import CountVectorizer
+
     made, other = CountVectorizer(), CountVectorizer(lowercase=False)
     assert function_fingerprint(lambda: made) != function_fingerprint(lambda: other)
 
@@ -517,14 +523,16 @@ def test_vectorizers_count_alike_in_every_process(capsys: pytest.CaptureFixture[
 
 
 def test_an_error_names_the_librarys_object_that_somebody_holds(folder: Path) -> None:
+    from sklearn.pipeline import Pipeline
+
     with open(folder / "file", "w") as file:
-        held = Pipeline([("own", FunctionTransformer(kw_args={"file": file}))])
+        held = Pipeline([("own", transformer(kw_args={"file": file}))])
         with pytest.raises(
             UnhashableError,
             match=r"closure 'held': cannot hash this sklearn\.pipeline\.Pipeline: its part \.steps\[0\]",
         ):
             ADAPTERS["functions"](held)
-        inside = Pipeline([("own", FunctionTransformer(kw_args={"own": Holder(file=file)}))])
+        inside = Pipeline([("own", transformer(kw_args={"own": Holder(file=file)}))])
         with pytest.raises(
             UnhashableError, match=r"closure 'held'\.steps.*\['own'\]\.file: cannot hash <class '_io"
         ):

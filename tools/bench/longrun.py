@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,8 +65,6 @@ def stages(
     corpus: Path,
     size: int,
     rng: random.Random,
-    ways: Sequence[str] = WAYS,
-    edits: Sequence[str] | None = None,
 ) -> Iterator[Stage]:
     """Run the stages one after the other.
 
@@ -75,8 +73,6 @@ def stages(
         corpus: the folder of the texts, which are made if they are missing.
         size: bytes of text.
         rng: chooses the moments of the kills.
-        ways: what keeps results, of `WAYS`.
-        edits: edits of the input, of `EDITS`; all by default.
     """
     saved = texts.saved(corpus, size)
     theirs, ours = texts.copy(saved, work / "plain"), texts.copy(saved, work / "input")
@@ -90,15 +86,15 @@ def stages(
         ran = Process(way, _RECIPE, third, ours, work / way).end()
         return Stage(name, ran, plain[third], "; ".join(ran.warned), wanted)
 
-    for way in ways:
+    for way in WAYS:
         begun = stage(f"{way}: first run", way, first, [False] * STEPS)
         yield begun
         yield stage(f"{way}: run again", way, first, [True] * STEPS)
         kept = [way == "cache"] * 2
         yield stage(f"{way}: step 3 changed", way, changed, [*kept, False, False, False])
         if way == "cache":
-            for edit in EDITS if edits is None else edits:
-                yield _edited(work, saved, edit, EDITS[edit])
+            for edit, name in EDITS.items():
+                yield _edited(work, saved, edit, name)
         shutil.rmtree(work / way)
         note = _kill(way, begun.ran.seconds, ours, work / way, rng)
         ran = Process(way, _RECIPE, first, ours, work / way).end()

