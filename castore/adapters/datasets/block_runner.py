@@ -25,6 +25,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,12 +53,14 @@ from castore.adapters.datasets.block_step import (
 )
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.dataset_fingerprint import format_digest
+from castore.adapters.datasets.dataset_fingerprint import FILES_CHANGED, format_digest
 from castore.adapters.datasets.mapped_files import store_locks
+from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
+from castore.errors import InvalidValueError
 from castore.keys.encoder import key
 from castore.store import Store
 
@@ -172,7 +175,7 @@ class BlockRun:
         rows = _read(block, found)
         if found is None:
             return _Elsewhere(number, digits), len(rows)
-        made = maker.make(number, rows, first, keys.features, digits, found)
+        made = maker.make(number, rows, block.files, first, keys.features, digits, found)
         if not keys.are_final:
             keys.learn(made.result())
         return made, len(rows)
@@ -362,6 +365,7 @@ class _Maker:
         self,
         number: int,
         rows: pa.Table,
+        files: Sequence[Any],
         first: int,
         features: str | None,
         digits: str,
@@ -371,7 +375,7 @@ class _Maker:
 
         Args:
             number: the block's place.
-            rows, first: the block, and the number of its first row.
+            rows, files, first: the block, what its rows name, and the number of its first row.
             features: the features of the result, in JSON; None to find them.
             digits: the result's key.
             release: ends the claim of the block.
@@ -386,7 +390,8 @@ class _Maker:
         except BaseException:
             release()
             raise
-        made = self._keeper.submit(self._keep, number, written, digits, len(rows), file, release)
+        are_same = partial(_are_same_files, rows, self._step.dataset.features, files)
+        made = self._keeper.submit(self._keep, number, written, digits, len(rows), are_same, file, release)
         self._waiting.append(made)
         while len(self._waiting) > self._step.num_proc + 1:
             self._waiting.popleft().result()
@@ -402,10 +407,19 @@ class _Maker:
         return written
 
     def _keep(
-        self, number: int, written: Future[Written], digits: str, rows: int, file: Path, release: Release
+        self,
+        number: int,
+        written: Future[Written],
+        digits: str,
+        rows: int,
+        are_same_files: Callable[[], bool],
+        file: Path,
+        release: Release,
     ) -> BlockResult:
         try:
             made = written.result()
+            if not are_same_files():
+                raise InvalidValueError(FILES_CHANGED)
             result = put_result(
                 self._store, digits, made.path, rows, made.rows, made.features, self._options, made.seconds
             )
@@ -426,6 +440,11 @@ class _Maker:
             return
         if self._bytes_kept * rows > most * self._rows_kept:
             raise NotInBlocksError(NO_ROOM)
+
+
+def _are_same_files(rows: pa.Table, features: datasets.Features, files: Sequence[Any]) -> bool:
+    """Whether files that rows name are still as they were when the key of the rows was made."""
+    return not files or file_states(rows, features) == files
 
 
 def _with_rows(results: Sequence[BlockResult]) -> Sequence[BlockResult]:

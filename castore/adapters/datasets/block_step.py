@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import datasets
 import pyarrow as pa
 from datasets import arrow_writer
-from datasets.features.features import require_storage_embed
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets.block_entries import NotInBlocksError, write_result
 from castore.adapters.datasets.cutting import Cut, is_small
+from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.system import worker_processes
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
@@ -88,8 +89,8 @@ class BlockStep(NamedTuple):
 def can_cut(dataset: datasets.Dataset) -> bool:
     """Whether a dataset is large enough for blocks, and its rows are all that a step gets to see.
 
-    Rows of images may name files, which count too. A search index sees all rows. In Arrow's and pandas'
-    formats a function sees how rows that were picked lie in memory.
+    A search index sees all rows. In Arrow's and pandas' formats a function sees how rows that were picked lie
+    in memory.
     """
     if not len(dataset) or dataset.list_indexes() or not _is_json(dataset._format_kwargs):
         return False
@@ -97,10 +98,15 @@ def can_cut(dataset: datasets.Dataset) -> bool:
         dataset._indices is not None and dataset._format_type in _AS_IT_LIES
     ):
         return False
-    if any(require_storage_embed(feature) for feature in dataset.features.values()):
+    rows = len(dataset)
+    size = int(dataset._data.nbytes / max(1, len(dataset._data)) * rows)
+    if not is_small(rows, size):
+        return True
+    # The rows of a kept dataset hold the bytes of their files.
+    if not may_name_files(dataset.features) or isinstance(dataset._data, LazyTable):
         return False
-    average = int(dataset._data.nbytes) / max(1, len(dataset._data))
-    return not is_small(len(dataset), int(average * len(dataset)))
+    tables = dataset.with_format("arrow").iter(rows)
+    return not is_small(rows, size + sum(int(file_sizes(table, dataset.features).sum()) for table in tables))
 
 
 def _is_json(value: Any) -> bool:

@@ -13,7 +13,7 @@ this test and differ otherwise are no harm: a block's digest identifies it, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,12 +45,15 @@ class Cut(NamedTuple):
     first_rows: int = 0
 
 
-def cut(tables: Iterable[pa.Table], rule: Cut) -> Iterator[pa.Table]:
+def cut(
+    tables: Iterable[pa.Table], rule: Cut, elsewhere: Callable[[pa.Table], _Sizes] | None = None
+) -> Iterator[pa.Table]:
     """Rows, however they are chunked, as blocks in order.
 
     Args:
         tables: tables of one schema; no more than a block of them is held.
         rule: where blocks may end.
+        elsewhere: for each row of a table its bytes that lie elsewhere, which count as if they were in it.
 
     Yields:
         Tables of at least one row.
@@ -63,6 +66,8 @@ def cut(tables: Iterable[pa.Table], rule: Cut) -> Iterator[pa.Table]:
         if not len(table):
             continue
         sizes, numbers = _measure(table)
+        if elsewhere is not None:
+            sizes += elsewhere(table)
         upto = first_bytes + np.cumsum(sizes)
         if rule.multiple:
             ends = np.arange((-first - 1) % rule.multiple, len(table), rule.multiple)

@@ -16,19 +16,18 @@ Assumes that nobody changes a file in place and turns its clock back. Must never
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import datasets
-import pyarrow as pa
 from datasets.table import Table
 
 from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
+from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
 from castore.adapters.datasets.replaced_files import gone_ranges
 from castore.adapters.datasets.table_digest import table_digest
@@ -37,6 +36,8 @@ from castore.errors import InvalidValueError
 from castore.keys.encoder import AnyOrder, Encoder, fingerprint
 from castore.store import Store
 
+#: The reason of a step whose result is not kept.
+FILES_CHANGED = "files that its rows name have changed meanwhile; run the step again"
 _OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
 
 
@@ -93,7 +94,7 @@ def check_files(dataset: datasets.Dataset) -> None:
         InvalidValueError: a file has changed.
     """
     if _files_since(dataset):
-        raise InvalidValueError("files that its rows name have changed meanwhile; run the step again")
+        raise InvalidValueError(FILES_CHANGED)
 
 
 def _files_since(dataset: datasets.Dataset) -> list[Any]:
@@ -106,29 +107,7 @@ def _files_since(dataset: datasets.Dataset) -> list[Any]:
 
 
 def _files_named(dataset: datasets.Dataset) -> list[Any]:
-    """Sizes and times of the local files that rows of images, sounds and films name."""
-    paths: set[str] = set()
-    for name, feature in dataset.features.items():
-        inner = feature
-        while hasattr(inner, "feature"):  # the feature of a list
-            inner = inner.feature
-        if not hasattr(inner, "decode_example") or not hasattr(inner, "cast_storage"):
-            continue
-        for chunk in dataset._data.table.column(name).chunks:
-            while pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
-                chunk = chunk.flatten()  # noqa: PLW2901 - a list of lists, level by level
-            if pa.types.is_struct(chunk.type) and {"bytes", "path"} <= {field.name for field in chunk.type}:
-                named = chunk.field("path").filter(chunk.field("bytes").is_null())
-                paths.update(path for path in named.unique().to_pylist() if path and "://" not in path)
-    return [[path, *_seen(path)] for path in sorted(paths)]
-
-
-def _seen(path: str) -> list[int]:
-    try:
-        status = os.stat(path)
-    except OSError:  # a step that reads the file reports it
-        return []
-    return [status.st_size, status.st_mtime_ns]
+    return file_states(dataset._data.table, dataset.features)
 
 
 def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:

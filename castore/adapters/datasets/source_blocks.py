@@ -2,7 +2,8 @@
 
 Files of a kept dataset that are about as large as a block are blocks as they are. The digests of such files
 are known, so nothing is read to find out whether a result is there: the blocks of one step's result are the
-blocks of the next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows.
+blocks of the next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows,
+and by the state of the local files that they name.
 
 Must never hold more rows than those of two blocks, and those that are being read.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -19,8 +21,10 @@ from blake3 import blake3
 
 from castore.adapters.datasets.cutting import TARGET_BYTES, Cut, cut
 from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.named_files import file_sizes, file_states, may_name_files
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import batch_rows, row_blocks
+from castore.keys.encoder import fingerprint
 from castore.records import Blob
 
 # Kept datasets that no step made have files of 128 MiB. A step's files may be large where its rows grew.
@@ -28,18 +32,22 @@ _LARGEST_FILE = 64 * 1024 * 1024
 # Smaller files are put together: a strict filter leaves few rows of each block. Many rows of a few bytes each
 # are more than that.
 _SMALLEST_FILE = TARGET_BYTES // 128
+# A file is asked for its size before its row is in a block. Those of so many rows are asked at a time.
+_ROWS_WITH_FILES = 1000
 
 
 class SourceBlock(NamedTuple):
     """A block of a step's input.
 
     Attributes:
-        digest: hexadecimal digits that distinguish its rows from all others.
+        digest: hexadecimal digits that distinguish its rows, and what they name, from all others.
         read: returns the rows.
+        files: the state of the files that its rows name, as `named_files.file_states` has it.
     """
 
     digest: str
     read: Callable[[], pa.Table]
+    files: Sequence[Any] = ()
 
 
 def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]:
@@ -48,9 +56,16 @@ def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]
     if files:
         yield from _put_together(files, rule.first_rows)
         return
-    for rows in cut(dataset.with_format("arrow").iter(batch_rows(dataset)), rule):
+    features = dataset.features
+    names_files = may_name_files(features)
+    batch = min(batch_rows(dataset), _ROWS_WITH_FILES) if names_files else batch_rows(dataset)
+    sizes = partial(file_sizes, features=features) if names_files else None
+    for rows in cut(dataset.with_format("arrow").iter(batch), rule, sizes):
         rows = rows.combine_chunks()  # noqa: PLW2901 - rows picked one by one are a chunk each
-        yield SourceBlock(table_digest(rows), lambda rows=rows: rows)  # type: ignore[misc]
+        digest, named = table_digest(rows), file_states(rows, features) if names_files else []
+        if named:
+            digest = fingerprint([digest, named])
+        yield SourceBlock(digest, lambda rows=rows: rows, named)  # type: ignore[misc]
 
 
 class ReadAhead:
@@ -77,7 +92,7 @@ class ReadAhead:
         if block is None or not self.wants_rows:
             return block
         rows = block.read()
-        return SourceBlock(block.digest, lambda: rows)
+        return block._replace(read=lambda: rows)
 
 
 class _File(NamedTuple):

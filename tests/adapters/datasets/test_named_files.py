@@ -1,0 +1,247 @@
+"""Files that rows name count as rows do: a step over a folder of images runs block by block, and an image
+that changes costs its block, wherever in a row its name stands.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import PIL.Image
+import pyarrow as pa
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import Pipeline, cached_filter, cached_map, wait
+from castore.adapters.datasets.named_files import file_sizes, file_states
+from castore.errors import InvalidValueError
+from tests.adapters.datasets.test_map_filter import ran, runs
+
+IMAGE = datasets.Image()
+COUNT = 120
+
+
+@pytest.fixture(autouse=True)
+def _count_anew() -> None:
+    runs.clear()
+
+
+def save(path: Path, number: int) -> None:
+    """An image of 230 KB, large enough for blocks of some dozens; its size in pixels is new each time."""
+    PIL.Image.new("RGB", (240 + number % 3, 320), (number % 256, number // 256, 0)).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "images"
+    made.mkdir()
+    for number in range(COUNT):
+        save(made / f"{number:03}.bmp", number)
+    return made
+
+
+def named(folder: Path, numbers: Any = range(COUNT)) -> datasets.Dataset:
+    rows = {"number": list(numbers), "image": [str(folder / f"{number:03}.bmp") for number in numbers]}
+    return datasets.Dataset.from_dict(
+        rows, features=datasets.Features({"number": datasets.Value("int64"), "image": IMAGE})
+    )
+
+
+def red(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"red": sample["image"].getpixel((0, 0))[0]}
+
+
+def is_dark(sample: dict[str, Any]) -> bool:
+    ran()
+    return bool(sample["image"].getpixel((0, 0))[0] < 100)
+
+
+def bright(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    ran()
+    return {"bright": [image.getpixel((0, 0))[0] > 100 for image in batch["image"]]}
+
+
+def shown(dataset: datasets.Dataset) -> list[Any]:
+    """The rows of a dataset, with the pixels of their images."""
+    return [
+        {name: (value.size, value.tobytes()) if name == "image" else value for name, value in row.items()}
+        for row in dataset
+    ]
+
+
+#: Steps over `named`, each as castore's and as that of `datasets`.
+STEPS: dict[str, tuple[Callable[..., datasets.Dataset], Callable[..., datasets.Dataset], dict[str, Any]]] = {
+    "map": (cached_map, datasets.Dataset.map, {"function": red, "writer_batch_size": 10}),
+    "map without the images": (
+        cached_map,
+        datasets.Dataset.map,
+        {"function": red, "writer_batch_size": 10, "remove_columns": ["image"]},
+    ),
+    "batches": (
+        cached_map,
+        datasets.Dataset.map,
+        {"function": bright, "batched": True, "batch_size": 5, "writer_batch_size": 10},
+    ),
+    "filter": (cached_filter, datasets.Dataset.filter, {"function": is_dark}),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_over_a_folder_of_images_give_what_datasets_gives_and_run_once(
+    step: str, folder: Path, store: Store
+) -> None:
+    ours, theirs, arguments = STEPS[step]
+    plain = theirs(named(folder), **arguments)
+    runs.clear()
+    first = ours(named(folder), **arguments, store=store)
+    assert len(runs) == COUNT // arguments.get("batch_size", 1)
+    again = ours(named(folder), **arguments, store=store)
+    assert len(runs) == COUNT // arguments.get("batch_size", 1)
+    for result in (first, again):
+        assert result.features == plain.features
+        assert len(result) == len(plain)
+        assert shown(result) == shown(plain)
+
+
+def test_a_folder_in_which_an_image_is_new_or_changed_or_gone_costs_the_blocks_around_it(
+    folder: Path, store: Store
+) -> None:
+    def result(numbers: Any) -> tuple[list[int], int]:
+        runs.clear()
+        found = cached_map(named(folder, numbers), red, store=store, writer_batch_size=10)
+        return found["red"][:], len(runs)
+
+    assert result(range(COUNT)) == ([number % 256 for number in range(COUNT)], COUNT)
+    save(folder / f"{COUNT}.bmp", 77)
+    found, ran_new = result(range(COUNT + 1))
+    assert (found[-1], len(found)) == (77, COUNT + 1)
+    save(folder / "080.bmp", 222)
+    found, ran_changed = result(range(COUNT + 1))
+    assert (found[79:82], len(found)) == ([79, 222, 81], COUNT + 1)
+    found, ran_gone = result([number for number in range(COUNT + 1) if number != 50])
+    assert found[49:51] == [49, 51]
+    # A block has 8 MiB on average, about 36 of these images, and at most 32 MiB.
+    assert 1 <= ran_new < COUNT
+    assert 1 <= ran_changed < COUNT
+    assert 1 <= ran_gone < COUNT
+
+
+def test_a_pipeline_in_processes_over_a_folder_of_images_goes_on_behind_an_error(
+    folder: Path, store: Store
+) -> None:
+    broken = folder / "119.bmp"
+    whole = broken.read_bytes()
+    broken.write_bytes(b"no image")
+    with pytest.raises(Exception, match="cannot identify image file"):
+        Pipeline([red], store=store, num_proc=2).run(named(folder))
+    broken.write_bytes(whole)
+    [step] = (found := Pipeline([red], store=store).run(named(folder))).steps
+    assert found.dataset["red"][:] == list(range(COUNT))
+    # A pipeline's first block has 1,000 rows: here it is the only one.
+    assert step.rows_in == COUNT
+
+
+def test_an_image_that_changes_while_its_block_runs_ends_the_step_and_the_next_run_is_right(
+    folder: Path, store: Store
+) -> None:
+    def changing(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["number"] == 90 and not changed:
+            changed.append(True)
+            save(folder / "089.bmp", 222)
+        return red(sample)
+
+    class Changed(list[bool]):
+        def __castore_key__(self) -> str:
+            return "Changed"
+
+    changed = Changed()
+    with pytest.raises(InvalidValueError, match="files that its rows name have changed meanwhile"):
+        cached_map(named(folder), changing, store=store, writer_batch_size=10)
+    before = len(runs)
+    found = cached_map(named(folder), changing, store=store, writer_batch_size=10)
+    assert found["red"][88:91] == [88, 222, 90]
+    assert len(runs) - before < COUNT
+
+
+# --- where a row can name a file ----------------------------------------------------------------------------
+
+#: A feature, the value of a row that names a path, and the image in the row that a function sees.
+SHAPES: dict[str, tuple[Any, Callable[[str], Any], Callable[[Any], Any]]] = {
+    "itself": (IMAGE, lambda path: path, lambda value: value),
+    "list": (datasets.List(IMAGE), lambda path: [path], lambda value: value[0]),
+    "list of one length": (datasets.List(IMAGE, length=1), lambda path: [path], lambda value: value[0]),
+    "large list": (datasets.LargeList(IMAGE), lambda path: [path], lambda value: value[0]),
+    "list of lists": (
+        datasets.List(datasets.List(IMAGE)),
+        lambda path: [[], [path]],
+        lambda value: value[1][0],
+    ),
+    "dict": ({"inner": IMAGE}, lambda path: {"inner": path}, lambda value: value["inner"]),
+    "list of dicts": (
+        datasets.List({"inner": IMAGE}),
+        lambda path: [{"inner": None}, {"inner": path}],
+        lambda value: value[1]["inner"],
+    ),
+    "archive": (IMAGE, lambda path: f"zip://one.bmp::{path}.zip", lambda value: value),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_image_that_changes_is_another_input_wherever_its_name_stands(
+    shape: str, tmp_path: Path, store: Store
+) -> None:
+    feature, value, image = SHAPES[shape]
+    path = tmp_path / "one.bmp"
+
+    def red_of(sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"red": image(sample["image"]).getpixel((0, 0))[0]}
+
+    def result() -> Any:
+        rows = datasets.Dataset.from_dict(
+            {"image": [value(str(path))]}, features=datasets.Features({"image": feature})
+        )
+        found = cached_map(rows, red_of, store=store)["red"][0]
+        wait()
+        return found
+
+    for number in (1, 2):
+        save(path, number)
+        with zipfile.ZipFile(f"{path}.zip", "w") as archive:
+            archive.write(path, "one.bmp")
+        assert [result(), result()] == [number, number]
+        assert len(runs) == number
+
+
+def test_rows_name_files_by_paths_where_they_have_no_bytes(tmp_path: Path) -> None:
+    def file(size: int) -> str:
+        path = tmp_path / str(size)
+        path.write_bytes(bytes(size))
+        return str(path)
+
+    def stored(path: str | None, data: bytes | None = None) -> dict[str, Any]:
+        return {"bytes": data, "path": path}
+
+    features = datasets.Features({"a": IMAGE, "b": datasets.List({"c": datasets.List(IMAGE, length=2)})})
+    rows: list[dict[str, Any]] = [
+        {"a": stored(file(1)), "b": [{"c": [stored(file(10)), stored(file(10))]}]},
+        {"a": stored(file(2), b"held"), "b": None},
+        {"a": None, "b": [{"c": None}, {"c": [stored(file(100)), None]}]},
+        {"a": stored("https://host/x.png"), "b": []},
+        {"a": stored("no such file"), "b": [{"c": [stored("null\0byte"), stored(file(1000))]}]},
+    ]
+    table = pa.Table.from_pylist(rows, features.arrow_schema)
+    chunked = pa.concat_tables([table.slice(0, 2), table.slice(2, 0), table.slice(2)])
+    for each in (table, chunked, pa.concat_tables([table, table]).slice(5)):
+        assert file_sizes(each, features).tolist() == [21, 0, 100, 0, 1000]
+        states = file_states(each, features)
+        assert [state[0].rpartition("/")[2] for state in states] == [
+            "1", "10", "100", "1000", "no such file", "null\0byte",
+        ]  # fmt: skip
+        assert [state[1:2] for state in states] == [[1], [10], [100], [1000], [], []]
+    plain = datasets.Features.from_arrow_schema(table.schema.remove_metadata())
+    assert file_states(table, plain) == []
