@@ -17,7 +17,7 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.tables import batch_rows, find_whole_files, split_off_first_rows
+from castore.adapters.datasets.tables import find_whole_files, row_batches, split_off_first_rows
 from castore.errors import FullError, TooLargeError
 from castore.records import LOST, Entry
 from castore.store import Store
@@ -96,8 +96,7 @@ def write_result(dataset: datasets.Dataset, file: str) -> str:
         pa.OSFile(path, "wb") as sink,
         ArrowWriter(features=dataset.features, stream=sink, embed_local_files=True) as writer,
     ):
-        tables = dataset.with_format("arrow").iter(batch_rows(dataset)) if len(dataset) else ()
-        for number, table in enumerate(tables):
+        for number, table in enumerate(row_batches(dataset)):
             for piece in split_off_first_rows(table) if number == 0 else (table,):
                 writer.write_table(piece)
         writer.finalize(close_stream=False)

@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
-from datasets.features.features import require_storage_embed
 from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 from datasets.utils.py_utils import asdict
 
 from castore.adapters.datasets.lazy_table import LazyTable
+from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.adapters.datasets.replaced_files import gone_ranges, lies_in_ranges
 from castore.errors import SerializationError
 
@@ -43,7 +44,7 @@ _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 def find_whole_files(dataset: datasets.Dataset) -> list[str] | None:
     """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none."""
-    if dataset._indices is not None or any(map(require_storage_embed, dataset.features.values())):
+    if dataset._indices is not None or may_name_files(dataset.features):
         return None
     table = dataset._data.table
     batches = max((column.num_chunks for column in table.columns), default=0)
@@ -99,9 +100,25 @@ def row_blocks(table: Table) -> list[Table] | None:
 
 def arrow_streams(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
     """The dataset as Arrow streams of about `SHARD_BYTES`, in order."""
-    rows = batch_rows(dataset)
-    batches = iter(dataset.with_format("arrow").iter(rows)) if len(dataset) else iter(())
-    yield from write_streams(batches, dataset.features)
+    yield from write_streams(row_batches(dataset), dataset.features)
+
+
+def row_batches(dataset: datasets.Dataset) -> Iterator[pa.Table]:
+    """The rows of a dataset as tables of about 8 MiB, the files included that rows name."""
+    if not len(dataset):
+        return
+    tables = dataset.with_format("arrow").iter(batch_rows(dataset))
+    yield from tables if not may_name_files(dataset.features) else _split_by_files(tables, dataset.features)
+
+
+def _split_by_files(tables: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Table]:
+    for table in tables:
+        upto, start = np.cumsum(file_sizes(table, features)), 0
+        while start < len(table):
+            most = _BATCH_BYTES + (int(upto[start - 1]) if start else 0)
+            end = max(start + 1, int(np.searchsorted(upto, most, side="right")))
+            yield table[start:end]
+            start = end
 
 
 def write_streams(batches: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Buffer]:
@@ -109,14 +126,14 @@ def write_streams(batches: Iterable[pa.Table], features: datasets.Features) -> I
     if not features:
         yield empty_stream()
         return
-    remaining, first = iter(batches), True
+    remaining, first, names_files = iter(batches), True, may_name_files(features)
     while True:
         sink, size = pa.BufferOutputStream(), 0
         writer = ArrowWriter(features=features, stream=sink, embed_local_files=True)
         for table in remaining:
             for piece in (table,) if size else split_off_first_rows(table):
                 writer.write_table(piece)
-            size += table.nbytes
+            size = writer._num_bytes if names_files else size + table.nbytes
             if size >= SHARD_BYTES:
                 break
         if size or first:

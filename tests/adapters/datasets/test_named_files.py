@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import PIL.Image
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import Pipeline, cached_filter, cached_map, wait
+from castore.adapters.datasets import Pipeline, cached_filter, cached_map, tables, wait
 from castore.adapters.datasets.named_files import file_sizes, file_states
 from castore.errors import InvalidValueError
 from tests.adapters.datasets.test_map_filter import ran, runs
@@ -165,6 +166,17 @@ def test_an_image_that_changes_while_its_block_runs_ends_the_step_and_the_next_r
     found = cached_map(named(folder), changing, store=store, writer_batch_size=10)
     assert found["red"][88:91] == [88, 222, 90]
     assert len(runs) - before < COUNT
+
+
+def test_files_that_rows_name_are_read_some_at_a_time(folder: Path) -> None:
+    """All at once, a folder of photographs would have to fit into memory."""
+    batches = list(tables.row_batches(named(folder)))
+    assert sum(map(len, batches)) == COUNT
+    assert all(file_sizes(batch, named(folder).features).sum() <= 8 << 20 for batch in batches)
+    with mock.patch.object(tables, "SHARD_BYTES", 1 << 20):
+        streams = list(tables.arrow_streams(named(folder)))
+    assert len(streams) == len(batches) > 2
+    assert sum(len(pa.ipc.open_stream(stream).read_all()) for stream in streams) == COUNT
 
 
 # --- where a row can name a file ----------------------------------------------------------------------------
