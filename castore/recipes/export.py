@@ -27,6 +27,8 @@ from castore.system.sql_errors import is_full
 _OWN_COLUMNS = "__dj__"
 _STATISTICS = ("__dj__stats__", "__dj__meta__")
 _BATCH_ROWS = 1000
+# Rows that hold the bytes of images or sounds, of megabytes each.
+_ROWS_WITH_FILES = 100
 _DATASET_FILES = ("state.json", "dataset_dict.json")
 
 
@@ -254,14 +256,16 @@ def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], obje
 
 def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
     import pyarrow.parquet
+    from datasets.features.features import require_storage_embed
     from datasets.table import embed_table_storage
 
+    holds_files = any(map(require_storage_embed, dataset.features.values()))
     # Pass a path: Arrow 26 ends the process if a Python file raises while it is closed.
     with pyarrow.parquet.ParquetWriter(
         str(path), dataset.features.arrow_schema, compression="zstd"
     ) as writer:
         if len(dataset):
-            for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+            for table in dataset.with_format("arrow").iter(_ROWS_WITH_FILES if holds_files else _BATCH_ROWS):
                 writer.write_table(embed_table_storage(table.cast(dataset.features.arrow_schema)))
                 done(table.num_rows)
     with path.open("rb") as file:
