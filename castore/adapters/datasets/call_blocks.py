@@ -36,10 +36,12 @@ from castore.adapters.datasets.call_values import (
     unpack_arguments,
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.named_files import states_named_by
 from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.rowwise import check_alike, tried_rows
 from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
 from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
+from castore.keys.encoder import fingerprint
 from castore.serialize.serializers import dump, load
 from castore.store import Store
 
@@ -320,7 +322,9 @@ class Pass:
             self._warn_inexact(f"rows that it gets cannot be told apart: {error}")
             self._cut()
             return None
-        digest = blake3(packed.data).digest(_DIGEST)
+        named = [] if packed.is_fixed else states_named_by(arguments)
+        data = packed.data + fingerprint(named).encode() if named else packed.data
+        digest = blake3(data).digest(_DIGEST)
         chance = max(packed.size, TARGET_BYTES // TARGET_CALLS) << 32
         return _Call(packed, digest, int.from_bytes(digest[:4], "little") * TARGET_BYTES < chance)
 

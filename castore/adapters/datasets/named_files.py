@@ -10,7 +10,7 @@ Assumes that nobody changes a file in place and turns its clock back. Must never
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ import pyarrow.compute as pc
 from datasets.features.features import require_storage_embed
 
 _Numbers = npt.NDArray[np.int64]
+# A row's value that may name a file has these.
+_KEYS = {"bytes", "path"}
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def may_name_files(features: Mapping[str, Any]) -> bool:
@@ -34,6 +37,13 @@ def file_states(table: pa.Table, features: Mapping[str, Any]) -> list[list[Any]]
     """
     paths = {path for _, array in _paths(table, features) for path in array.unique().to_pylist()}
     return [[path, *_state(path)] for path in sorted(paths) if _local(path)]
+
+
+def states_named_by(values: Iterable[Any]) -> list[list[Any]]:
+    """`file_states` of the files that Python values name as images and sounds do that are not decoded:
+    ``{"bytes": None, "path": …}``.
+    """
+    return [[path, *_state(path)] for path in sorted(set(_named_by(values))) if _local(path)]
 
 
 def file_sizes(table: pa.Table, features: Mapping[str, Any]) -> _Numbers:
@@ -66,13 +76,25 @@ def _paths_in(array: pa.Array, rows: _Numbers) -> Iterator[tuple[_Numbers, pa.Ar
     kind = array.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         yield from _paths_in(array.flatten(), rows[np.asarray(pc.list_parent_indices(array))])
-    elif pa.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}:
+    elif pa.types.is_struct(kind) and _KEYS.issubset(field.name for field in kind):
         path = array.field("path")
         names = pc.and_(array.field("bytes").is_null(), path.is_valid())
         yield rows[np.asarray(names)], path.filter(names)
     elif pa.types.is_struct(kind):
         for place in range(kind.num_fields):
             yield from _paths_in(array.field(place), rows)
+
+
+def _named_by(values: Iterable[Any]) -> Iterator[str]:
+    if _PLAIN.issuperset(map(type, values)):  # as long lists of numbers are
+        return
+    for value in values:
+        if type(value) is list:
+            yield from _named_by(value)
+        elif type(value) is dict and value.keys() != _KEYS:
+            yield from _named_by(value.values())
+        elif type(value) is dict and value["bytes"] is None and isinstance(value["path"], str):
+            yield value["path"]
 
 
 def _local(path: str) -> str:

@@ -229,6 +229,36 @@ def test_an_image_that_changes_is_another_input_wherever_its_name_stands(
         assert len(runs) == number
 
 
+@pytest.mark.parametrize("is_batched", [False, True])
+@pytest.mark.parametrize("shape", ["itself", "list of lists", "list of dicts"])
+def test_a_stream_of_images_that_the_function_opens_itself_runs_again_for_a_changed_one(
+    shape: str, is_batched: bool, tmp_path: Path, store: Store
+) -> None:
+    _, value, image = SHAPES[shape]
+    undecoded = datasets.Image(decode=False)
+    feature = {
+        "itself": undecoded,
+        "list of lists": datasets.List(datasets.List(undecoded)),
+        "list of dicts": datasets.List({"inner": undecoded}),
+    }[shape]
+    path = tmp_path / "one.bmp"
+
+    def red_of(sample: dict[str, Any]) -> dict[str, Any]:
+        images = sample["image"] if is_batched else [sample["image"]]
+        reds = [red({"image": PIL.Image.open(image(one)["path"])})["red"] for one in images]
+        return {"red": reds if is_batched else reds[0]}
+
+    for number in (1, 2):
+        save(path, number)
+        rows = datasets.Dataset.from_dict(
+            {"image": [value(str(path))]}, features=datasets.Features({"image": feature})
+        ).to_iterable_dataset()
+        for _ in range(2):
+            [row] = cached_map(rows, red_of, store=store, batched=is_batched)
+            assert row["red"] == number
+        assert len(runs) == number
+
+
 def test_rows_name_files_by_paths_where_they_have_no_bytes(tmp_path: Path) -> None:
     def file(size: int) -> str:
         path = tmp_path / str(size)
