@@ -49,7 +49,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
     Args:
         step: the deduplicator.
         dataset: its input.
-        operator: the fingerprint of the deduplicator.
+        operator: the fingerprint of the deduplicator, as `compute_hash` sees it.
         options: ``num_proc``, ``tell`` and ``title`` of the `BlockStep`.
     """
 

@@ -32,6 +32,7 @@ from castore.adapters.datasets.explain import Explanation, explain, make_explana
 from castore.adapters.datasets.forecast import Piece, forecast, stand_in
 from castore.adapters.datasets.hash_pass import Hashed, compute_hashes, hash_step
 from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.progress_meter import ProgressMeter
@@ -47,6 +48,7 @@ from castore.adapters.datasets.steps import (
     steps_of,
 )
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
+from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, without_unread
 from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -421,10 +423,12 @@ class _Run:
         step, dataset = planned.step, self._dataset
         if step.kind != "deduplicate" or not can_cut(dataset):
             return None
+        counted = without_unread(step.operator, METHOD_OF_HASHES)
+        description = planned.description if counted is step.operator else describe(counted, step.name)
         return hash_step(
             step,
             dataset,
-            planned.description.fingerprint,
+            description.fingerprint,
             num_proc=self._pipeline.num_proc or 1,
             tell=self._meter.make_counter(planned.number, len(dataset)),
             title=step.name,

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from castore.adapters.datasets.checkpoint import StepIdentity
 from castore.adapters.datasets.operator_description import Description, describe
-from castore.adapters.datasets.stats_parameters import without_unread
 from castore.adapters.datasets.step_runner import step_key, step_name
 from castore.adapters.datasets.steps import Step
 from castore.adapters.datasets.tables import fingerprint_of_key
+from castore.adapters.datasets.unread_parameters import METHOD_OF_STATS, without_unread
 
 
 class PlannedStep(NamedTuple):
@@ -60,7 +60,7 @@ def plan_steps(steps: Sequence[Step], source: str) -> list[PlannedStep]:
     """
     planned, known = [], dict[int, tuple[Any, Description]]()
     for number, step in enumerate(steps):
-        counted = without_unread(step.operator) if step.kind == "stats" else step.operator
+        counted = without_unread(step.operator, METHOD_OF_STATS) if step.kind == "stats" else step.operator
         # An operator that takes two steps is hashed once, if all of it counts in both.
         if id(counted) not in known:
             known[id(counted)] = counted, describe(counted, step.name.removesuffix(" (stats)"))

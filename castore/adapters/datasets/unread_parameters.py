@@ -1,11 +1,11 @@
-"""Removes from a filter the parameters that `compute_stats` never reads, for the key of its statistics.
+"""Removes from an operator the parameters that one of its methods never reads, for the key of its results.
 
-Only `process` reads a threshold, so statistics that were measured once serve every threshold. A method's
-instructions show which attributes it reads, and the methods that it calls on ``self`` are followed. This
-reading is sound as long as ``self`` is used for nothing but reading its attributes by name. All of the
-operator counts wherever ``self`` is used otherwise (passed on, kept in a closure, written to, inspected), and
-wherever a class decides for itself how it is read or pickled. Must never leave out a parameter that could be
-read.
+Only `process` reads a threshold. So what `compute_stats` of a filter or `compute_hash` of a deduplicator has
+found once serves every threshold. A method's instructions show which attributes it reads, and the methods
+that it calls on ``self`` are followed. This reading is sound as long as ``self`` is used for nothing but
+reading its attributes by name. All of the operator counts wherever ``self`` is used otherwise (passed on,
+kept in a closure, written to, inspected), and wherever a class decides for itself how it is read or pickled.
+Must never leave out a parameter that could be read.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ _LOOKING = {
     "super",
 }
 _IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_METHODS = ("compute_stats", "compute_stats_batched", "is_batched_op")
+#: The methods that find what others decide by.
+METHOD_OF_STATS, METHOD_OF_HASHES = "compute_stats", "compute_hash"
 
 
 class _Unclear(Exception):
     """The attributes read cannot be determined."""
 
 
-def without_unread(operator: Any) -> Any:
-    """The operator as its statistics see it: a copy without the parameters they ignore, or the operator
+def without_unread(operator: Any, method: str) -> Any:
+    """The operator as a method sees it: a copy without the parameters that it ignores, or the operator
     itself.
+
+    Args:
+        operator: the operator.
+        method: `METHOD_OF_STATS` or `METHOD_OF_HASHES`; its forms for batches and for single samples count,
+            too.
 
     >>> class LengthFilter:
     ...     def __init__(self, column, least):
@@ -54,7 +60,7 @@ def without_unread(operator: Any) -> Any:
     ...         return sample
     ...     def process(self, sample):
     ...         return sample["__dj__stats__"]["length"] >= self.least
-    >>> vars(without_unread(LengthFilter("text", least=100)))
+    >>> vars(without_unread(LengthFilter("text", least=100), METHOD_OF_STATS))
     {'column': 'text'}
     """
     own = type(operator).__mro__[:-1]
@@ -64,7 +70,7 @@ def without_unread(operator: Any) -> Any:
     if not in_python or any(name in vars(cls) for cls in own for name in _OWN_WAYS):
         return operator
     try:
-        read = _read(operator)
+        read = _read(operator, method)
     except _Unclear:
         return operator
     if read >= vars(operator).keys():
@@ -74,11 +80,12 @@ def without_unread(operator: Any) -> Any:
     return seen
 
 
-def _read(operator: Any) -> set[str]:
-    """Names of the instance's attributes that the statistics pass may read."""
+def _read(operator: Any, method: str) -> set[str]:
+    """Names of the instance's attributes that a method may read."""
     read: set[str] = set()
     followed: set[str] = set()
-    waiting = [name for name in _METHODS if hasattr(operator, name)]
+    forms = (method, f"{method}_batched", f"{method}_single", "is_batched_op")
+    waiting = [name for name in forms if hasattr(operator, name)]
     while waiting:
         name = waiting.pop()
         if name in followed:

@@ -1,5 +1,5 @@
-"""Statistics are a hit under another threshold, and a miss if a parameter that they may depend on has
-changed.
+"""Statistics and hashes are a hit under another threshold, and a miss if a parameter that they may depend on
+has changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from castore import Store
 from castore.adapters.datasets import Pipeline
-from castore.adapters.datasets.stats_parameters import without_unread
+from castore.adapters.datasets.unread_parameters import METHOD_OF_STATS, without_unread
 from castore.recipes import registry
 
 STATS = "__dj__stats__"
@@ -189,9 +189,9 @@ def test_a_dataclass_counts_whole(store: Store) -> None:
 
 def test_the_operator_itself_stays_as_it_is() -> None:
     operator = Base(least=3)
-    assert vars(without_unread(operator)) == {"column": "text"}
+    assert vars(without_unread(operator, METHOD_OF_STATS)) == {"column": "text"}
     assert vars(operator) == {"column": "text", "least": 3}
-    assert without_unread(len) is len
+    assert without_unread(len, METHOD_OF_STATS) is len
 
 
 @pytest.mark.parametrize(
@@ -214,3 +214,25 @@ def test_statistics_of_our_own_filters_hit_under_another_threshold(
     assert again.dataset[:] == plain.dataset[:]
     other = Pipeline([registry.make(name, read)], store=store).run(few)
     assert [step.hit for step in other.steps] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "unread", "read"),
+    [
+        ("document_minhash_deduplicator", {"jaccard_threshold": 0.3}, {"window_size": 2}),
+        ("document_simhash_deduplicator", {"hamming_distance": 2}, {"window_size": 2}),
+    ],
+)
+def test_hashes_of_our_own_deduplicators_stay_under_another_threshold(
+    store: Store, name: str, unread: dict[str, Any], read: dict[str, Any]
+) -> None:
+    words = [f"word{number % 97} word{number % 89} word{number % 83}" for number in range(6000)]
+    data = datasets.Dataset.from_dict({"text": [" ".join(words[at : at + 8]) for at in range(0, 6000, 2)]})
+    Pipeline([registry.make(name)], store=store).run(data)
+    for parameters, reused in ((unread, len(data)), (read, 0)):
+        pipeline = Pipeline([registry.make(name, parameters)], store=store)
+        assert pipeline.explain(data)[0].rows_reused == (reused or None)
+        ran = pipeline.run(data)
+        assert [(step.hit, step.rows_reused) for step in ran.steps] == [(False, reused)]
+        plain = Pipeline([registry.make(name, parameters)], store=store, use_cache=False).run(data)
+        assert ran.dataset[:] == plain.dataset[:]
