@@ -30,6 +30,10 @@ def shared_store(path: str | os.PathLike[str]) -> Store:
 
 @atexit.register
 def _close_all() -> None:
-    """Write the last hit counts: fsspec references its instances, and so their stores, until the end."""
+    """Write the last hit counts: fsspec references its instances, and so their stores, until the end.
+
+    A store whose folder was removed meanwhile has no place for them.
+    """
     for store in list(_stores.values()):
-        store.close()
+        if store.path.exists():
+            store.close()
