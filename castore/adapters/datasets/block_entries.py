@@ -40,6 +40,7 @@ class BlockResult(NamedTuple):
         reused: whether it was there before.
         seconds: time that the operator took for it; 0 where that is not known.
         when: seconds since the epoch at which it was kept.
+        names_files: whether its rows name local files.
     """
 
     key: str
@@ -52,6 +53,7 @@ class BlockResult(NamedTuple):
     reused: bool
     seconds: float = 0.0
     when: float = 0.0
+    names_files: bool = False
 
 
 class NotInBlocksError(Exception):
@@ -83,6 +85,7 @@ def _result(key: str, entry: Entry, reused: bool) -> BlockResult:
         reused,
         about.get("seconds", 0.0),
         entry.created,
+        about.get("names_files", False),
     )
 
 
@@ -94,7 +97,7 @@ def write_result(dataset: datasets.Dataset, file: str) -> str:
     path = f"{file}.block"
     with (
         pa.OSFile(path, "wb") as sink,
-        ArrowWriter(features=dataset.features, stream=sink, embed_local_files=True) as writer,
+        ArrowWriter(features=dataset.features, stream=sink) as writer,
     ):
         for number, table in enumerate(row_batches(dataset)):
             for piece in split_off_first_rows(table) if number == 0 else (table,):
@@ -112,6 +115,8 @@ def put_result(
     features: str,
     options: StorageOptions,
     seconds: float = 0.0,
+    *,
+    names_files: bool = False,
 ) -> BlockResult:
     """Keep the result of a block, with the seconds that the operator took for it.
 
@@ -125,7 +130,13 @@ def put_result(
             codec=options.codec,
             level=options.level,
             ttl=math.inf if options.ttl is None else options.ttl,
-            metadata={"rows_in": rows_in, "rows": rows, "features": features, "seconds": round(seconds, 6)},
+            metadata={
+                "rows_in": rows_in,
+                "rows": rows,
+                "features": features,
+                "seconds": round(seconds, 6),
+                **({"names_files": True} if names_files else {}),
+            },
         )
     except (FullError, TooLargeError) as error:
         raise NotInBlocksError(NO_ROOM) from error

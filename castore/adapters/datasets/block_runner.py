@@ -53,14 +53,13 @@ from castore.adapters.datasets.block_step import (
 )
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.dataset_fingerprint import FILES_CHANGED, format_digest
+from castore.adapters.datasets.dataset_fingerprint import format_digest
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
-from castore.errors import InvalidValueError
 from castore.keys.encoder import key
 from castore.store import Store
 
@@ -69,12 +68,19 @@ _VERSION = 1
 # result.
 _SHOWS_SIZE = 1 / 20
 
+# Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
+_ATTEMPTS = 3
+
 Release: TypeAlias = Callable[[], None]
 
 
 def bytes_at_once(num_proc: int) -> int:
     """The most bytes of a step's result that lie uncompressed at one time; more only if its rows grow."""
     return (num_proc + 2) * LARGEST_BYTES
+
+
+class _FilesChanged(Exception):
+    """Files that rows of a block name have changed since its key was made."""
 
 
 class _Elsewhere(NamedTuple):
@@ -128,8 +134,14 @@ class BlockRun:
             stack.enter_context(_no_other_bars())
             maker = _Maker(self._store, step, self.options, self._temp_dir, _Progress(step, bar))
             stack.enter_context(maker)
-            while (results := self._try_all(maker)) is None:
-                continue  # another run has ended without a block that it had claimed
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(_FilesChanged):
+                    while (results := self._try_all(maker)) is None:
+                        continue  # another run has ended without a block that it had claimed
+                    break
+                maker.settle()
+            else:
+                raise NotInBlocksError("files that its rows name change while it runs")
         if len({result.features == UNCHANGED for result in results}) > 1:
             raise NotInBlocksError(MIXED_ANSWERS)
         new = [self._store.blob(result.digest) for result in results if not result.reused]
@@ -237,9 +249,10 @@ class BlockRun:
         told._fingerprint = fingerprint
         told._format_columns = shown_columns(dataset, told._info.features)
         rows = sum(result.rows for result in results)
+        names_files = any(result.names_files for result in results)
         return DatasetPart(
             lambda: [KeptFile(result.digest) for result in _with_rows(results)],
-            lambda digests: describe_dataset(told, len(digests), rows),
+            lambda digests: describe_dataset(told, len(digests), rows, names_files=names_files),
         )
 
     def features_of(self, results: Sequence[BlockResult]) -> datasets.Features:
@@ -397,6 +410,12 @@ class _Maker:
             self._waiting.popleft().result()
         return made
 
+    def settle(self) -> None:
+        """Wait for the results that are being made."""
+        while self._waiting:
+            with contextlib.suppress(_FilesChanged):
+                self._waiting.popleft().result()
+
     def _run(
         self, rows: pa.Table, first: int, features: str | None, file: Path, digits: str
     ) -> Future[Written]:
@@ -419,9 +438,17 @@ class _Maker:
         try:
             made = written.result()
             if not are_same_files():
-                raise InvalidValueError(FILES_CHANGED)
+                raise _FilesChanged
             result = put_result(
-                self._store, digits, made.path, rows, made.rows, made.features, self._options, made.seconds
+                self._store,
+                digits,
+                made.path,
+                rows,
+                made.rows,
+                made.features,
+                self._options,
+                made.seconds,
+                names_files=made.names_files,
             )
             self.made.add(digits)
         finally:

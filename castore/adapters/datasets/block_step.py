@@ -27,6 +27,7 @@ from castore.adapters.datasets.block_entries import NotInBlocksError, write_resu
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
+from castore.adapters.datasets.tables import rows_name_files
 from castore.system import worker_processes
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
@@ -102,8 +103,8 @@ def can_cut(dataset: datasets.Dataset) -> bool:
     size = int(dataset._data.nbytes / max(1, len(dataset._data)) * rows)
     if not is_small(rows, size):
         return True
-    # The rows of a kept dataset hold the bytes of their files.
-    if not may_name_files(dataset.features) or isinstance(dataset._data, LazyTable):
+    table = dataset._data
+    if not may_name_files(dataset.features) or (isinstance(table, LazyTable) and not table.names_files):
         return False
     tables = dataset.with_format("arrow").iter(rows)
     return not is_small(rows, size + sum(int(file_sizes(table, dataset.features).sum()) for table in tables))
@@ -126,12 +127,14 @@ class Written(NamedTuple):
         rows: rows in it.
         features: its features in JSON, or `UNCHANGED`.
         seconds: the time that the step took.
+        names_files: whether its rows name local files.
     """
 
     path: str
     rows: int
     features: str
     seconds: float
+    names_files: bool
 
 
 def parse_features(features: str) -> datasets.Features:
@@ -175,7 +178,7 @@ def run_block(
         raise NotInBlocksError(MIXED_ANSWERS)
     made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     path = write_result(result, str(file))
-    return Written(path, len(result), made, time.perf_counter() - began)
+    return Written(path, len(result), made, time.perf_counter() - began, rows_name_files(result))
 
 
 def _is_of_writer(error: BaseException) -> bool:

@@ -164,7 +164,9 @@ class DatasetCache:
 
 
 def _to_part(dataset: datasets.Dataset | datasets.IterableDataset) -> DatasetPart:
-    return part_of_stream(dataset) if isinstance(dataset, datasets.IterableDataset) else make_part(dataset)
+    if isinstance(dataset, datasets.IterableDataset):
+        return part_of_stream(dataset)
+    return make_part(dataset, embed=True)
 
 
 def _dataset_names(names: list[str]) -> list[str]:

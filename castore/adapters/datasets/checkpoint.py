@@ -192,7 +192,11 @@ class Checkpoint:
 
     def _put_packed(self, dataset: datasets.Dataset, metadata: dict[str, Any]) -> DatasetSize:
         dataset_entries.put_parts(
-            self._store, self.name, {"": make_part(dataset)}, StorageOptions(self._codec), metadata
+            self._store,
+            self.name,
+            {"": make_part(dataset, embed=False)},
+            StorageOptions(self._codec),
+            metadata,
         )
         hardlinks.compress(self._store, self.name, self._codec)
         for name in self._digests_by_name():

@@ -24,6 +24,7 @@ from castore.adapters.datasets.mapped_files import forget_copies
 from castore.adapters.datasets.stored_table import SMALL_BYTES, damage_error, load_table, open_lazy_table
 from castore.adapters.datasets.tables import (
     INFO_FILE,
+    NAMES_FILES_KEY,
     ROWS_KEY,
     SPLITS_FILE,
     STATE_FILE,
@@ -254,9 +255,12 @@ def load(store: Store, name: str) -> datasets.Dataset:
 
 
 def _open_lazily(store: Store, files: DatasetFiles) -> list[Table]:
-    rows = json.loads(files.state).get(ROWS_KEY)
+    state = json.loads(files.state)
+    rows, names_files = state.get(ROWS_KEY), state.get(NAMES_FILES_KEY, False)
     features = datasets.DatasetInfo.from_dict(json.loads(files.info)).features
-    table = open_lazy_table(store, files.data, features.arrow_schema, rows) if rows and features else None
+    if not rows or not features:
+        return []
+    table = open_lazy_table(store, files.data, features.arrow_schema, rows, names_files=names_files)
     return [] if table is None else [table]
 
 

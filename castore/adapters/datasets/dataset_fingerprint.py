@@ -7,27 +7,25 @@ times; a file counts the same through a mount, from a copy or before it is read.
 digest of their columns, a selection by the rows it selects. The format counts by its name, since it decides
 what a function sees.
 
-Files that rows of images name count by size and time. The result of a step of this process may name such
-files too, until the result comes from the store, which holds the files' bytes: the files count as soon as one
-differs from its state at the end of the step.
-
-Assumes that nobody changes a file in place and turns its clock back. Must never give a random answer.
+Files that rows of images name count by their state (`named_files`), also in the result of a step. Must never
+give a random answer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets.table import Table
 
 from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
-from castore.adapters.datasets.named_files import file_states
+from castore.adapters.datasets.named_files import file_states, may_name_files
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
 from castore.adapters.datasets.replaced_files import gone_ranges
 from castore.adapters.datasets.table_digest import table_digest
@@ -36,8 +34,6 @@ from castore.errors import InvalidValueError
 from castore.keys.encoder import AnyOrder, Encoder, fingerprint
 from castore.store import Store
 
-#: The reason of a step whose result is not kept.
-FILES_CHANGED = "files that its rows name have changed meanwhile; run the step again"
 _OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
 
 
@@ -62,7 +58,7 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
         )
     shown = format_digest(dataset)
     ours = bool(_OURS(dataset._fingerprint))
-    files = _files_since(dataset) if ours else _files_named(dataset)
+    files = _files_named(dataset)
     if ours and not (shown or files) and _is_described_by_its_rows(dataset):
         return str(dataset._fingerprint)
     told = {
@@ -76,38 +72,21 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
     return fingerprint(told, "dataset")
 
 
-#: For results that name files: fingerprint of the result to a digest of the files at the end of the step.
-_files_at_end: dict[str, str] = {}
-
-
-def note_files(dataset: datasets.Dataset) -> None:
-    """Remember the present state of the files that rows of a step's result name."""
-    files = _files_named(dataset)
-    if files:
-        _files_at_end[dataset._fingerprint] = fingerprint(files)
-
-
-def check_files(dataset: datasets.Dataset) -> None:
-    """Check that the files which rows of a step's result name are unchanged since `note_files`.
-
-    Raises:
-        InvalidValueError: a file has changed.
-    """
-    if _files_since(dataset):
-        raise InvalidValueError(FILES_CHANGED)
-
-
-def _files_since(dataset: datasets.Dataset) -> list[Any]:
-    """As `_files_named`, for a step's result; empty if the files are unchanged since the end of the step."""
-    noted = _files_at_end.get(dataset._fingerprint)
-    if noted is None or (isinstance(dataset, LazyDataset) and not dataset.is_read):
-        return []
-    files = _files_named(dataset)
-    return [] if not files or fingerprint(files) == noted else files
-
-
 def _files_named(dataset: datasets.Dataset) -> list[Any]:
-    return file_states(dataset._data.table, dataset.features)
+    features = dataset.features
+    if not may_name_files(features) or (isinstance(dataset, LazyDataset) and not dataset.is_read):
+        return []
+    found: dict[str, list[Any]] = {}
+    for block in row_blocks(dataset._data) or [dataset._data]:
+        if not isinstance(block, LazyTable):
+            tables: Iterable[pa.Table] = [block.table]
+        elif block.names_files:
+            tables = (pa.Table.from_batches([batch]) for batch in block.decode_batches())
+        else:
+            continue
+        for table in tables:
+            found.update((state[0], state) for state in file_states(table, features))
+    return [found[path] for path in sorted(found)]
 
 
 def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:

@@ -227,7 +227,7 @@ def measure_ratio(dataset: datasets.Dataset, codec: str, level: int | None = Non
     plain = packed = 0
     for start in starts:
         block = dataset.select(range(start, min(rows, start + _SAMPLE_ROWS)))
-        for stream in arrow_streams(block) if len(block) else ():
+        for stream in arrow_streams(block, embed=False) if len(block) else ():
             for piece in slices(memoryview(stream)[: _SAMPLE_BYTES // _SAMPLES]):
                 plain += len(piece)
                 packed += len(encode_small(bytes(piece), codec, level)[1])

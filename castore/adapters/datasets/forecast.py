@@ -32,11 +32,13 @@ class Piece(NamedTuple):
         digest: 64 hexadecimal digits; None where the file is not there yet.
         rows: rows in it; None where they are not known yet.
         size: bytes of the file, or about so many.
+        names_files: whether its rows name local files, which count as well.
     """
 
     digest: str | None
     rows: int | None
     size: int
+    names_files: bool = False
 
 
 class Forecast(NamedTuple):
@@ -62,7 +64,7 @@ def stand_in(features: datasets.Features, pieces: Sequence[Piece]) -> datasets.D
     """A dataset without a format that has the features and about the size of files, and no rows to read."""
     rows = sum(piece.rows or 0 for piece in pieces)
     size = sum(piece.size for piece in pieces)
-    table = LazyTable(features.arrow_schema, rows, MappedRows(size, "", None))
+    table = LazyTable(features.arrow_schema, rows, MappedRows(size, "", None), names_files=False)
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint="unread")
 
 
@@ -84,7 +86,12 @@ def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> 
             for block, result in run.find(source_blocks(step.dataset, step.rule))
             if block is not None
         ]
-    elif step.rule.multiple or step.is_numbered or not are_blocks([piece.size for piece in pieces]):
+    elif (
+        step.rule.multiple
+        or step.is_numbered
+        or not are_blocks([piece.size for piece in pieces])
+        or any(piece.names_files for piece in pieces)
+    ):
         return None
     else:
         groups = list(_put_together(pieces, step.rule.first_rows))
@@ -109,7 +116,7 @@ def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> 
 
 def _result_piece(rows: int | None, result: BlockResult | None, step: BlockStep) -> Piece:
     if result is not None:
-        return Piece(result.digest, result.rows, result.size)
+        return Piece(result.digest, result.rows, result.size, result.names_files)
     return Piece(None, rows if step.keeps_count else None, 0)
 
 

@@ -76,7 +76,7 @@ def put(
         for file, block in zip(files, blocks, strict=True):
             spec = EntrySpec(check_name(f"{name}/{file}"), "bytes", None, None, True)
             digests.append(add_staged(batch, partial(_stage_entry, store, block.path, spec)))
-        state, info = make_part(dataset).describe([bytes.fromhex(digest) for digest in digests])
+        state, info = make_part(dataset, embed=False).describe([bytes.fromhex(digest) for digest in digests])
         if dataset._indices is not None or table_files(dataset._data) is None:
             state = _with_parts(
                 state, [[file, *_row_range(block)] for file, block in zip(files, blocks, strict=True)]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -67,13 +68,15 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
         schema: the table's schema.
         rows: the number of rows.
         source: the source of the rows.
+        names_files: whether rows name local files; True where that is not known.
     """
 
-    def __init__(self, schema: pa.Schema, rows: int, source: RowSource) -> None:
+    def __init__(self, schema: pa.Schema, rows: int, source: RowSource, *, names_files: bool = True) -> None:
         # Not the base class's `__init__`, which reads the table.
         self._fields = schema
         self._count = rows
         self._source = source
+        self.names_files = names_files
         self._whole: Table | None = None
         self._first: list[pa.RecordBatch] = []
         self._was_scanned = False
@@ -126,7 +129,9 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
 
     def replace_schema_metadata(self, metadata: Any = None) -> Table:
         """The same table with another schema metadata."""
-        same = LazyTable(self._fields.with_metadata(metadata), self._count, self._source)
+        same = LazyTable(
+            self._fields.with_metadata(metadata), self._count, self._source, names_files=self.names_files
+        )
         if self._whole is not None:
             same._set_mapped(self._whole)
         return same
@@ -173,7 +178,7 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.map_whole()  # so that the other process maps the same file
-        return LazyTable, (self._fields, self._count, self._source)
+        return partial(LazyTable, names_files=self.names_files), (self._fields, self._count, self._source)
 
     # Parts of the table
 
@@ -182,7 +187,8 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
         part = self._head_slice(offset, length)
         if part is None:
             return _change(self, "slice", (offset, length), {})
-        return LazyTable(self._fields, len(part), MappedRows(part.nbytes, self.path, InMemoryTable(part)))
+        source = MappedRows(part.nbytes, self.path, InMemoryTable(part))
+        return LazyTable(self._fields, len(part), source, names_files=self.names_files)
 
     def fast_slice(self, offset: int = 0, length: int | None = None) -> pa.Table:
         """Rows of the table as a `pyarrow.Table`."""
@@ -329,7 +335,7 @@ def _change(table: LazyTable, method: str, arguments: Any, keywords: Any) -> Laz
     rows = _ChangedRows(table.nbytes, table.path, table, method, arguments, keywords, is_per_batch)
     if is_per_batch:
         none = InMemoryTable(pa.Table.from_batches([], table.schema))
-        return LazyTable(rows.apply(none).schema, len(table), rows)
+        return LazyTable(rows.apply(none).schema, len(table), rows, names_files=table.names_files)
     result = rows.map()
     changed = LazyTable(result.schema, len(result), rows._replace(size=result.nbytes))
     changed._set_mapped(result)

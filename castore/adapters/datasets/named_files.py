@@ -1,10 +1,8 @@
 """The local files that rows of images, sounds, films and documents name where they do not hold the bytes.
 
-A function sees what such a file holds. So a file counts by its size and time of change, and an archive does
-where a path leads into one (``zip://inner.png::archive.zip``). A file on the network counts by its address
-alone.
-
-Assumes that nobody changes a file in place and turns its clock back. Must never read a file.
+A function sees what such a file holds. So a file counts by its size, its time of modification, and the time
+when its inode was changed, which no program can set. An archive counts where a path leads into one
+(``zip://inner.png::archive.zip``). A file on the network counts by its address alone. Must never read a file.
 """
 
 from __future__ import annotations
@@ -31,12 +29,17 @@ def may_name_files(features: Mapping[str, Any]) -> bool:
 
 
 def file_states(table: pa.Table, features: Mapping[str, Any]) -> list[list[Any]]:
-    """The path, size and time of change, in nanoseconds, of each file that rows name, in the order of paths.
+    """The path, size and times, in nanoseconds, of each file that rows name, in the order of paths.
 
     A file that is not there has its path alone: the step that reads it reports it.
     """
     paths = {path for _, array in _paths(table, features) for path in array.unique().to_pylist()}
     return [[path, *_state(path)] for path in sorted(paths) if _local(path)]
+
+
+def names_local_files(table: pa.Table, features: Mapping[str, Any]) -> bool:
+    """Whether rows name local files, which need not be there."""
+    return any(path and _local(path) for _, array in _paths(table, features) for path in array.to_pylist())
 
 
 def states_named_by(values: Iterable[Any]) -> list[list[Any]]:
@@ -71,15 +74,17 @@ def _paths(table: pa.Table, features: Mapping[str, Any]) -> Iterator[tuple[_Numb
 def _paths_in(array: pa.Array, rows: _Numbers) -> Iterator[tuple[_Numbers, pa.Array]]:
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
-    is_valid = array.is_valid()
-    rows, array = rows[np.asarray(is_valid)], array.filter(is_valid)
     kind = array.type
+    if pa.types.is_struct(kind) and _KEYS.issubset(field.name for field in kind):
+        path = array.field("path")
+        names = pc.and_(pc.and_(array.is_valid(), array.field("bytes").is_null()), path.is_valid())
+        yield rows[np.asarray(names)], path.filter(names)
+        return
+    if array.null_count:
+        is_valid = array.is_valid()
+        rows, array = rows[np.asarray(is_valid)], array.filter(is_valid)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         yield from _paths_in(array.flatten(), rows[np.asarray(pc.list_parent_indices(array))])
-    elif pa.types.is_struct(kind) and _KEYS.issubset(field.name for field in kind):
-        path = array.field("path")
-        names = pc.and_(array.field("bytes").is_null(), path.is_valid())
-        yield rows[np.asarray(names)], path.filter(names)
     elif pa.types.is_struct(kind):
         for place in range(kind.num_fields):
             yield from _paths_in(array.field(place), rows)
@@ -109,4 +114,4 @@ def _state(path: str) -> list[int]:
         status = os.stat(_local(path))
     except (OSError, ValueError):  # a null byte is no part of a path
         return []
-    return [status.st_size, status.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -41,7 +41,7 @@ def private_copy(dataset: datasets.Dataset) -> datasets.Dataset:
     same = own_copy(dataset)
     if not _is_mapped(dataset._data):
         same._data = _take_selection(same) or concat_tables(
-            [InMemoryTable.from_buffer(file) for file in arrow_streams(same)]
+            [InMemoryTable.from_buffer(file) for file in arrow_streams(same, embed=False)]
         )
         same._indices = None
     return same

@@ -18,6 +18,7 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 from datasets.table import InMemoryTable
 
+from castore.adapters.datasets.named_files import may_name_files
 from castore.adapters.datasets.tables import (
     SHARD_BYTES,
     DatasetPart,
@@ -78,7 +79,8 @@ class _StreamPart:
             self._features = self._declared
         elif first is not None:
             self._features = datasets.Features.from_arrow_schema(first.schema)
-        yield from write_streams(itertools.chain([] if first is None else [first], tables), self._features)
+        every = itertools.chain([] if first is None else [first], tables)
+        yield from write_streams(every, self._features, embed=may_name_files(self._features))
 
     def _write_rows(self, rows: Iterator[dict[str, Any]]) -> Iterator[pa.Buffer]:
         first = next(rows, None)

@@ -1,9 +1,9 @@
 """The input of a step as blocks: their rows, and the digits that distinguish the rows from all others.
 
-Files of a kept dataset that are about as large as a block are blocks as they are. The digests of such files
-are known, so nothing is read to find out whether a result is there: the blocks of one step's result are the
-blocks of the next step. All other rows are cut (`cutting`), and a block counts by the digest of its rows,
-and by the state of the local files that they name.
+Files of a kept dataset that are about as large as a block, and whose rows name no other files, are blocks as
+they are. The digests of such files are known, so nothing is read to find out whether a result is there: the
+blocks of one step's result are the blocks of the next step. All other rows are cut (`cutting`), and a block
+counts by the digest of its rows, and by the state of the local files that they name.
 
 Must never hold more rows than those of two blocks, and those that are being read.
 """
@@ -104,9 +104,14 @@ class _File(NamedTuple):
 
 
 def _files_that_are_blocks(dataset: datasets.Dataset) -> list[_File]:
-    """The files that hold, in order, the dataset's rows, if they can be blocks; otherwise none."""
+    """The files that hold, in order, the dataset's rows, if they can be blocks; otherwise none.
+
+    Rows that name files are cut: how large their own file is says nothing of the work that they are.
+    """
     tables = row_blocks(dataset._data) or []
     if dataset._indices is not None or not all(isinstance(table, LazyTable) for table in tables):
+        return []
+    if may_name_files(dataset.features) and any(table.names_files for table in tables):
         return []
     files = [_File(blob, table, place) for table in tables for place, blob in enumerate(table.blobs)]
     fit = all(table.blobs for table in tables) and are_blocks([file.blob.size for file in files])

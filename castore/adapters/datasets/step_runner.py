@@ -32,11 +32,10 @@ from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockStep
-from castore.adapters.datasets.dataset_fingerprint import check_files, note_files
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import CacheWarning
-from castore.adapters.datasets.tables import DatasetPart, fingerprint_of_key, make_part
+from castore.adapters.datasets.tables import fingerprint_of_key, make_part
 from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError, TooLargeError
 from castore.keys.encoder import key
 from castore.store import Store
@@ -192,7 +191,6 @@ def run_or_load(
         seconds = time.perf_counter() - began
         record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
         snapshot = private_copy(dataset)
-        note_files(snapshot)
         lock = stack.pop_all()
     if one_piece:
         warnings.warn(
@@ -201,19 +199,13 @@ def run_or_load(
             stacklevel=4,
         )
 
-    part = make_part(snapshot)
-
-    def describe(digests: list[bytes]) -> tuple[bytes, bytes]:
-        check_files(snapshot)  # the files have been read by now
-        return part.describe(digests)
+    part = make_part(snapshot, embed=False)
 
     def put() -> dataset_entries.DatasetSize:
         # The lock is held until others can find the result. The copy keeps a Store open: the caller may close
         # the original at any time.
         with lock, copy.copy(store) as own:
-            return dataset_entries.put_parts(
-                own, name, {"": DatasetPart(part.files, describe)}, options, record
-            )
+            return dataset_entries.put_parts(own, name, {"": part}, options, record)
 
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.

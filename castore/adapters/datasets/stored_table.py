@@ -74,13 +74,14 @@ def load_table(store: Store, name: str, blob: Blob, opened: OpenBlob | None = No
 
 
 def open_lazy_table(
-    store: Store, files: Sequence[tuple[str, Blob]], schema: pa.Schema, rows: int
+    store: Store, files: Sequence[tuple[str, Blob]], schema: pa.Schema, rows: int, *, names_files: bool
 ) -> LazyTable | None:
     """The rows of some data files, in order, read at first use.
 
     Args:
         store, files: the store, and the names and blobs of the files.
         schema, rows: the schema and the number of rows of all files together.
+        names_files: whether rows name local files.
 
     Returns:
         None if a lazy table gains nothing: the files are small, not compressed, or too many to be held open.
@@ -94,7 +95,7 @@ def open_lazy_table(
         return None
     if not all(blob.is_here for blob in blobs) or not _may_open(sum(blob.pack == LOOSE for blob in blobs)):
         return None
-    return LazyTable(schema, rows, _StoredRows(store, files))
+    return LazyTable(schema, rows, _StoredRows(store, files), names_files=names_files)
 
 
 def _may_open(files: int) -> bool:

@@ -24,7 +24,7 @@ from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable,
 from datasets.utils.py_utils import asdict
 
 from castore.adapters.datasets.lazy_table import LazyTable
-from castore.adapters.datasets.named_files import file_sizes, may_name_files
+from castore.adapters.datasets.named_files import file_sizes, may_name_files, names_local_files
 from castore.adapters.datasets.replaced_files import gone_ranges, lies_in_ranges
 from castore.errors import SerializationError
 
@@ -32,6 +32,8 @@ STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset
 #: The key of castore's own in the state, beside those of `save_to_disk`: the number of rows in the data
 #: files.
 ROWS_KEY = "_rows"
+#: Another key of castore's own: true where rows name local files.
+NAMES_FILES_KEY = "_names_files"
 #: Bytes of Arrow data after which a new file begins, for datasets that are written here.
 SHARD_BYTES = 128 * 1024 * 1024
 # Opening a stream reads the head of each batch: through a mount, a page and a frame for each.
@@ -44,7 +46,7 @@ _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 def find_whole_files(dataset: datasets.Dataset) -> list[str] | None:
     """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none."""
-    if dataset._indices is not None or may_name_files(dataset.features):
+    if dataset._indices is not None:
         return None
     table = dataset._data.table
     batches = max((column.num_chunks for column in table.columns), default=0)
@@ -98,20 +100,28 @@ def row_blocks(table: Table) -> list[Table] | None:
     return None if any(len(row) != 1 for row in table.blocks) else [row[0] for row in table.blocks]
 
 
-def arrow_streams(dataset: datasets.Dataset) -> Iterator[pa.Buffer]:
-    """The dataset as Arrow streams of about `SHARD_BYTES`, in order."""
-    yield from write_streams(row_batches(dataset), dataset.features)
+def arrow_streams(dataset: datasets.Dataset, *, embed: bool) -> Iterator[pa.Buffer]:
+    """The dataset as Arrow streams of about `SHARD_BYTES`, in order.
+
+    Args:
+        dataset: the dataset.
+        embed: write the bytes of the files that rows name in the place of the names.
+    """
+    embed = embed and may_name_files(dataset.features)
+    tables = row_batches(dataset)
+    yield from write_streams(
+        _split_by_files(tables, dataset.features) if embed else tables, dataset.features, embed=embed
+    )
 
 
 def row_batches(dataset: datasets.Dataset) -> Iterator[pa.Table]:
-    """The rows of a dataset as tables of about 8 MiB, the files included that rows name."""
-    if not len(dataset):
-        return
-    tables = dataset.with_format("arrow").iter(batch_rows(dataset))
-    yield from tables if not may_name_files(dataset.features) else _split_by_files(tables, dataset.features)
+    """The rows of a dataset as tables of about 8 MiB."""
+    if len(dataset):
+        yield from dataset.with_format("arrow").iter(batch_rows(dataset))
 
 
 def _split_by_files(tables: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Table]:
+    """Tables so that the files that rows name have about 8 MiB a table."""
     for table in tables:
         upto, start = np.cumsum(file_sizes(table, features)), 0
         while start < len(table):
@@ -121,19 +131,21 @@ def _split_by_files(tables: Iterable[pa.Table], features: datasets.Features) -> 
             start = end
 
 
-def write_streams(batches: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Buffer]:
-    """Tables as Arrow streams of about `SHARD_BYTES`, at least one. Files that images name are embedded."""
+def write_streams(
+    batches: Iterable[pa.Table], features: datasets.Features, *, embed: bool
+) -> Iterator[pa.Buffer]:
+    """Tables as Arrow streams of about `SHARD_BYTES`, at least one; ``embed`` as for `arrow_streams`."""
     if not features:
         yield empty_stream()
         return
-    remaining, first, names_files = iter(batches), True, may_name_files(features)
+    remaining, first = iter(batches), True
     while True:
         sink, size = pa.BufferOutputStream(), 0
-        writer = ArrowWriter(features=features, stream=sink, embed_local_files=True)
+        writer = ArrowWriter(features=features, stream=sink, embed_local_files=embed)
         for table in remaining:
             for piece in (table,) if size else split_off_first_rows(table):
                 writer.write_table(piece)
-            size = writer._num_bytes if names_files else size + table.nbytes
+            size = writer._num_bytes if embed else size + table.nbytes
             if size >= SHARD_BYTES:
                 break
         if size or first:
@@ -185,15 +197,25 @@ class DatasetPart(NamedTuple):
     describe: Callable[[list[bytes]], tuple[bytes, bytes]]
 
 
-def make_part(dataset: datasets.Dataset) -> DatasetPart:
-    """The part to keep for a dataset.
+def make_part(dataset: datasets.Dataset, *, embed: bool) -> DatasetPart:
+    """The part to keep for a dataset; ``embed`` as for `arrow_streams`.
 
     Raises:
         SerializationError: (when described) the dataset's format holds a value that JSON cannot hold.
     """
+    names_files = rows_name_files(dataset)
+    whole = None if embed and names_files else find_whole_files(dataset)
     return DatasetPart(
-        lambda: find_whole_files(dataset) or arrow_streams(dataset),
-        lambda digests: describe_dataset(dataset, len(digests)),
+        lambda: whole or arrow_streams(dataset, embed=embed),
+        lambda digests: describe_dataset(dataset, len(digests), names_files=names_files and not embed),
+    )
+
+
+def rows_name_files(dataset: datasets.Dataset) -> bool:
+    """Whether rows name local files."""
+    features = dataset.features
+    return may_name_files(features) and any(
+        names_local_files(table, features) for table in row_batches(dataset)
     )
 
 
@@ -202,13 +224,16 @@ def fingerprint_of_key(digits: str) -> str:
     return f"castore{digits}"
 
 
-def describe_dataset(dataset: datasets.Dataset, files: int, rows: int | None = None) -> tuple[bytes, bytes]:
+def describe_dataset(
+    dataset: datasets.Dataset, files: int, rows: int | None = None, *, names_files: bool = False
+) -> tuple[bytes, bytes]:
     """``state.json`` and ``dataset_info.json`` of a dataset in so many data files.
 
     Args:
         dataset: has the features, the format, the split and the fingerprint.
         files: the number of data files.
         rows: the number of rows in them; by default the dataset's.
+        names_files: whether rows name local files.
 
     Raises:
         SerializationError: the dataset's format holds a value that JSON cannot hold.
@@ -217,6 +242,8 @@ def describe_dataset(dataset: datasets.Dataset, files: int, rows: int | None = N
     state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
     state["_split"] = None if dataset.split is None else str(dataset.split)
     state[ROWS_KEY] = len(dataset) if rows is None else rows
+    if names_files:
+        state[NAMES_FILES_KEY] = True
     state["_data_files"] = [{"filename": data_file_name(number, files)} for number in range(files)]
     try:
         text = json.dumps(state, indent=2, sort_keys=True)
