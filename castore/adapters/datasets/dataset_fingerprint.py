@@ -73,8 +73,10 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
 
 
 def _files_named(dataset: datasets.Dataset) -> list[Any]:
+    if isinstance(dataset, LazyDataset) and not dataset.is_read:
+        return []
     features = dataset.features
-    if not may_name_files(features) or (isinstance(dataset, LazyDataset) and not dataset.is_read):
+    if not may_name_files(features):
         return []
     found: dict[str, list[Any]] = {}
     for block in row_blocks(dataset._data) or [dataset._data]:
