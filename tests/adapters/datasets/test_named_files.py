@@ -4,6 +4,9 @@ that changes costs its block, wherever in a row its name stands.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import datasets
+import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pytest
@@ -18,6 +22,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import CacheWarning, Pipeline, cached_filter, cached_map, tables, wait
 from castore.adapters.datasets.named_files import file_sizes, file_states
+from tests.adapters.datasets.small_blocks import small_blocks
 from tests.adapters.datasets.test_map_filter import ran, runs
 
 IMAGE = datasets.Image()
@@ -183,6 +188,80 @@ def test_files_are_read_some_at_a_time_where_a_dataset_is_kept_with_their_bytes(
     assert sum(map(len, held)) == COUNT
     assert max(len(table) for table in held) * 230_400 <= 8 << 20
     assert not any(file_states(table, named(folder).features) for table in held)
+
+
+# --- results name files as those of `map` do ----------------------------------------------------------------
+
+
+def width(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"width": sample["image"].width}
+
+
+def height(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"height": sample["image"].height}
+
+
+def total(sample: dict[str, Any]) -> dict[str, Any]:
+    image = sample["image"]
+    return {"total": int(np.asarray(image).sum()), "name": Path(image.filename).name}
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_chains_over_jpegs_see_the_pixels_and_names_that_those_of_datasets_see(
+    in_blocks: bool, tmp_path: Path, store: Store
+) -> None:
+    """An image that is decoded from bytes has no name, and would be encoded anew for each step."""
+    for number in range(40):
+        noise = np.random.default_rng(number).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+        PIL.Image.fromarray(noise).save(tmp_path / f"{number:03}.jpg", quality=95)
+    data = datasets.Dataset.from_dict(
+        {"image": [str(tmp_path / f"{number:03}.jpg") for number in range(40)]},
+        features=datasets.Features({"image": IMAGE}),
+    )
+    plain = data.map(width).map(height).map(total)
+    with small_blocks() if in_blocks else contextlib.nullcontext():
+        for _ in range(3):
+            chain = data
+            for step in (width, height, total):
+                chain = cached_map(chain, step, store=store, writer_batch_size=5)
+            wait()
+            for found in (chain, Pipeline([width, height, total], store=store).run(data).dataset):
+                assert found.features == plain.features
+                assert [found[column][:] for column in ("width", "height", "total", "name")] == [
+                    plain[column][:] for column in ("width", "height", "total", "name")
+                ]
+    images = sum(path.stat().st_size for path in tmp_path.glob("*.jpg"))
+    assert store.totals().unique < images
+
+
+@pytest.mark.parametrize("count", [10, 3000])
+def test_an_image_that_is_not_there_keeps_no_step_from_being_kept_that_does_not_read_it(
+    count: int, tmp_path: Path, store: Store
+) -> None:
+    def more(number: int) -> dict[str, Any]:
+        ran()
+        return {"more": number + 1}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            found = cached_map(named(tmp_path, range(count)), more, input_columns="number", store=store)
+            assert found["more"][:] == list(range(1, count + 1))
+            wait()
+    assert len(runs) == count
+
+
+def test_an_image_in_the_place_of_another_one_of_its_size_and_time_is_another_one(
+    tmp_path: Path, store: Store
+) -> None:
+    for number in (3, 6):
+        (tmp_path / str(number)).mkdir()
+        save(tmp_path / str(number) / "000.bmp", number)
+        os.utime(tmp_path / str(number) / "000.bmp", (1e9, 1e9))
+        (tmp_path / "now").unlink(missing_ok=True)
+        (tmp_path / "now").symlink_to(tmp_path / str(number))
+        assert cached_map(named(tmp_path / "now", [0]), red, store=store)["red"][0] == number
+        wait()
 
 
 # --- where a row can name a file ----------------------------------------------------------------------------
