@@ -25,7 +25,10 @@ from castore.store import Store
 #: The folder of the results of blocks, each named by its key.
 BLOCKS_FOLDER = ".datasets/blocks"
 #: The reason of a step whose results push each other out.
-NO_ROOM = "the store has no room for the results of all blocks"
+NO_ROOM = (
+    "the store has no room for the results of all blocks, and those that had run ran again, which a larger "
+    "max_size avoids"
+)
 
 
 class BlockResult(NamedTuple):
