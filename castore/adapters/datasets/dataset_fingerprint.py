@@ -14,22 +14,21 @@ give a random answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
-import pyarrow as pa
 from datasets.table import Table
 
 from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
-from castore.adapters.datasets.named_files import file_states, may_name_files
+from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
 from castore.adapters.datasets.replaced_files import gone_ranges
 from castore.adapters.datasets.table_digest import table_digest
-from castore.adapters.datasets.tables import row_blocks, table_files
+from castore.adapters.datasets.tables import row_blocks, table_files, tables_that_name_files
 from castore.errors import InvalidValueError
 from castore.keys.encoder import AnyOrder, Encoder, fingerprint
 from castore.store import Store
@@ -75,19 +74,9 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
 def _files_named(dataset: datasets.Dataset) -> list[Any]:
     if isinstance(dataset, LazyDataset) and not dataset.is_read:
         return []
-    features = dataset.features
-    if not may_name_files(features):
-        return []
     found: dict[str, list[Any]] = {}
-    for block in row_blocks(dataset._data) or [dataset._data]:
-        if not isinstance(block, LazyTable):
-            tables: Iterable[pa.Table] = [block.table]
-        elif block.names_files:
-            tables = (pa.Table.from_batches([batch]) for batch in block.decode_batches())
-        else:
-            continue
-        for table in tables:
-            found.update((state[0], state) for state in file_states(table, features))
+    for table in tables_that_name_files(dataset):
+        found.update((state[0], state) for state in file_states(table, dataset.features))
     return [found[path] for path in sorted(found)]
 
 

@@ -212,11 +212,19 @@ def make_part(dataset: datasets.Dataset, *, embed: bool) -> DatasetPart:
 
 
 def rows_name_files(dataset: datasets.Dataset) -> bool:
-    """Whether rows name local files."""
-    features = dataset.features
-    return may_name_files(features) and any(
-        names_local_files(table, features) for table in row_batches(dataset)
-    )
+    """Whether rows name local files; of a selection, whether rows that it was made from do."""
+    return any(names_local_files(table, dataset.features) for table in tables_that_name_files(dataset))
+
+
+def tables_that_name_files(dataset: datasets.Dataset) -> Iterator[pa.Table]:
+    """The rows that a dataset was made from, as far as they may name files."""
+    if not may_name_files(dataset.features):
+        return
+    for block in row_blocks(dataset._data) or [dataset._data]:
+        if not isinstance(block, LazyTable):
+            yield block.table
+        elif block.names_files:
+            yield from (pa.Table.from_batches([batch]) for batch in block.decode_batches())
 
 
 def fingerprint_of_key(digits: str) -> str:
