@@ -204,9 +204,14 @@ def make_part(dataset: datasets.Dataset, *, embed: bool) -> DatasetPart:
         SerializationError: (when described) the dataset's format holds a value that JSON cannot hold.
     """
     names_files = rows_name_files(dataset)
-    whole = None if embed and names_files else find_whole_files(dataset)
+
+    def files() -> Iterable[str | pa.Buffer | KeptFile]:
+        # Not before they are asked for: it maps a lazy table, and a file may be replaced meanwhile.
+        whole = None if embed and names_files else find_whole_files(dataset)
+        return whole or arrow_streams(dataset, embed=embed)
+
     return DatasetPart(
-        lambda: whole or arrow_streams(dataset, embed=embed),
+        files,
         lambda digests: describe_dataset(dataset, len(digests), names_files=names_files and not embed),
     )
 
