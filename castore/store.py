@@ -47,12 +47,15 @@ from castore.write.putter import Putter, SupportsRead
 if TYPE_CHECKING:
     from castore.remote.outcomes import Progress, Pulled, Pushed
     from castore.remote.remote import Remote
+    from castore.remote.shared_results import SharedResults
     from castore.shm.shared_frames import SharedFrames
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _S = TypeVar("_S", bound="Store")
 
+#: Names the remote over which stores share results, where no argument does.
+REMOTE_VARIABLE = "CASTORE_REMOTE"
 #: Default bound in bytes on the RAM tier of a `Store`. It is modest, because each process has its own tier.
 DEFAULT_MEMORY = 128_000_000
 
@@ -99,6 +102,9 @@ class Store:
             that the store was made with.
         durable: whether a put that has returned survives a power cut, at the price of an fsync each.
         allow_pickle: let `save` and `load` use pickle where nothing else fits. Loading a pickle runs code.
+        remote: name of a remote (see `add_remote`) over which stores share what they compute:
+            `get_or_compute` and `cached` ask it before they compute, and offer it their results. "" for none;
+            default ``$CASTORE_REMOTE``, then none.
 
     A store that this user may read and not write opens too, on a read-only file system for instance. Methods
     that would change it raise a `StoreError`, and hits and last accesses are not counted.
@@ -124,6 +130,7 @@ class Store:
         InvalidValueError: an argument makes no sense.
         FullError: ``/dev/shm`` or the machine has not as much memory free as ``shared_memory``.
         SegmentError: other processes use the store with another ``shared_memory``.
+        NotFoundError: the store does not know ``remote``.
 
     >>> import tempfile
     >>> store = Store(tempfile.mkdtemp() + "/cache")
@@ -145,6 +152,7 @@ class Store:
         ttl: float | str | None = None,
         durable: bool = False,
         allow_pickle: bool = False,
+        remote: str | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "codec": codec,
@@ -155,6 +163,7 @@ class Store:
             "ttl": ttl,
             "durable": durable,
             "allow_pickle": allow_pickle,
+            "remote": remote,
         }
         durable, self.allow_pickle = parse_flag(durable, "durable"), parse_flag(allow_pickle, "allow_pickle")
         self.path = store_folder(path)
@@ -179,6 +188,11 @@ class Store:
         self.tree = TreeReader(parts.index, parts.objects, parts.source, parts.usage)
         self._putter = Putter(self.writer, self.settings, self.path, self.prefixes)
         self._locks = ComputeLocks(self.path / "locks" / "compute", self.settings.file_mode)
+        self._shared: SharedResults | None = None
+        if remote:
+            self.remote(remote)  # a name that the store does not know is an error now, not at the first miss
+        if shared := os.environ.get(REMOTE_VARIABLE) if remote is None else remote:
+            self._shared = self._share_results(shared)
         if shared_memory is not None and (size := parse_size(shared_memory)):
             share_frames(parts, size)
 
@@ -196,8 +210,11 @@ class Store:
     def close(self) -> None:
         """Close files and connections, after writing the usage counts if the disk has room for them.
 
-        Any later call opens the store again.
+        Waits for at most a minute until results that were computed here are in the store's ``remote``. Any
+        later call opens the store again.
         """
+        if self._shared is not None:
+            self._shared.close()
         self.parts.close()
 
     def __enter__(self: _S) -> _S:
@@ -663,6 +680,10 @@ class Store:
     ) -> Any:
         """The object kept under ``key``. On a miss, one thread of one process calls ``compute()``.
 
+        With the store's ``remote``, a result that another store has computed under this key is taken from
+        there, and a new one is offered to it in the background. If something is wrong with the remote, the
+        object is computed here, and the log has the reason.
+
         Args:
             key: a name, such as `castore.key` gives.
             compute: takes nothing, returns what `save` takes.
@@ -692,9 +713,17 @@ class Store:
             serializers.check_serializer(serializer)
         with explain_gone(self.path), self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
-            if not hit:
+            if not hit and self._shared is None:
                 value = compute()
                 self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
+            elif not hit and self._shared is not None:
+                with self._shared.turn(key, self._putter.seconds(ttl)) as turn:
+                    while not hit and turn.bring():
+                        hit, value = self._load_valid(key, validate)
+                    if not hit:
+                        value = compute()
+                        self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
+                        turn.offer()
             return value
 
     def _load_valid(self, key: str, validate: Callable[[Any], bool] | None) -> tuple[bool, Any]:
@@ -1103,6 +1132,11 @@ class Store:
         return self.remote(remote).pull(
             ref, commit=commit, prefix=prefix, below=below, replace=replace, lazy=lazy, progress=progress
         )
+
+    def _share_results(self, remote: str) -> SharedResults:
+        from castore.remote.shared_results import SharedResults
+
+        return SharedResults(self.parts, remote)
 
     def _remote_options(self) -> dict[str, Any]:
         return {"max_size": self.settings.max_size, "durable": self._options["durable"]}

@@ -2,14 +2,18 @@
 
 `bucket` is the interface of a place for objects; `folder_bucket` (a shared file system) and `cloud_bucket`
 (S3, GCS, Azure) are the two kinds. `keys` has the paths in a bucket. `pages` and `tree` keep a table of names
-as immutable pages, `commits` gives a tree its history and its name. `push` and `pull` move what is missing.
-`check` finds what is missing or damaged, `collect` removes garbage. `probe` finds out what a bucket can do,
-`remotes` keeps which remotes a store knows, `transfer` is the process that does it all, and `remote` its
-door.
+as immutable pages, `commits` gives a tree its history and its name. `push` (by `send`) and `pull` (by
+`fetch`) move what is missing. `check` finds what is missing or damaged, `collect` removes garbage. `probe`
+finds out what a bucket can do, `remotes` keeps which remotes a store knows, `transfer` is the process that
+does it all, and `remote` its door.
 
 Readers have bytes brought by a process that lives longer, the `fetcher`, which `fetcher_client` asks. There
 are two kinds: `remote_tree` shows names of a commit that are not in the index, and `origin` serves names that
 are. Both modules keep what comes by the rules of `kept`, and read large blobs in parts by `lazy_reader`.
+
+Stores share the results of computations over `shared_results`, their door, which asks the fetcher as well:
+`result_sharing` looks for results and offers them, `result_records` has their form, and `claims` keeps nodes
+from computing one thing at once.
 
 May import: the parts of a store and the rooms below them; gc, to make room for what comes.
 Must never: know the `Store`; write a credential anywhere; let bytes into a store that were not checked.

@@ -1,7 +1,8 @@
 """Checks that a bucket has all that its refs mean, and finds what no ref means.
 
 Reads listings and trees: one request for each thousand objects. With ``deep`` it reads every object, and
-compares its bytes with its name. Mends nothing: `push` does that, given the bad objects.
+compares its bytes with its name. Mends nothing: `push` does that, given the bad objects. A shared result that
+is damaged or gone is no problem, because it is computed again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from blake3 import blake3
 from castore.errors import CorruptError, RemoteError, RemoteMissingError
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
-from castore.remote.keys import COMMITS, TREES, commit_key, object_key, page_key
+from castore.remote.keys import COMMITS, RESULTS, TREES, commit_key, object_key, page_key
 from castore.remote.outcomes import Checked, Progress, RemoteProblem
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
+from castore.remote.result_records import read_records
 from castore.remote.tree import Tree
 
-_FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS)
+_FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS, RESULTS)
 # Names of a bad object that a problem lists.
 _NAMES = 5
 
@@ -61,6 +63,7 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
         except (CorruptError, RemoteError) as error:
             problems.append(RemoteProblem(ref, None, str(error), ()))
     meant |= pages_of.keys()
+    meant.update(_meant_by_results(bucket))
     problems += [
         RemoteProblem(ref, key, "it is missing", ()) for key, ref in pages_of.items() if key not in there
     ]
@@ -80,6 +83,14 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
     return Checked(
         sorted(refs), len(meant & there.keys()), problems, len(orphans), sum(there[key] for key in orphans)
     )
+
+
+def _meant_by_results(bucket: Bucket) -> Iterator[str]:
+    """The keys of shared results, and of their bytes."""
+    for listed, record in read_records(bucket):
+        if record is not None:
+            yield listed.key
+            yield record.object_key or listed.key
 
 
 def _missing(there: dict[str, int], users: dict[str, list[tuple[str, Row]]]) -> Iterator[RemoteProblem]:

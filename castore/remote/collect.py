@@ -1,9 +1,11 @@
-"""Collects the garbage of a bucket: objects that no kept commit of any ref needs. See collection_state.py.
+"""Collects the garbage of a bucket: objects that no kept commit of any ref needs, and no shared result. See
+collection_state.py.
 
 One run ends an epoch whose keys have been condemned for a grace period, by deleting those that are still
 garbage, and begins the next epoch by condemning what is garbage now. So a run a day removes objects that have
 not been needed for two days. All that is needed is found by reading all trees: if any page cannot be read,
-nothing is condemned and nothing is deleted. Dictionaries stay: a few small objects that no tree lists.
+nothing is condemned and nothing is deleted. A record of a result that is damaged or has expired is garbage.
+Dictionaries stay: a few small objects that no tree lists.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from castore.remote.collection_state import (
     write_list,
     write_state,
 )
-from castore.remote.keys import COMMITS, TREES, commit_key, object_key, page_key
+from castore.remote.keys import CLAIMS, COMMITS, RESULTS, TREES, commit_key, object_key, page_key
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Page
+from castore.remote.result_records import read_records
 from castore.remote.tree import Tree
 
 #: Seconds of the shortest grace period: longer than any push acts upon a state that it has read.
@@ -45,7 +48,8 @@ ABANDONED_SECONDS = 900.0
 _BEAT_SECONDS = 30.0
 # Keys deleted between two looks at the clock.
 _BATCH = 1000
-_SWEPT = ("objects/", "packs/", TREES, COMMITS)  # in an order in which nothing names what is before it
+# In an order in which nothing names what is before it.
+_SWEPT = ("objects/", "packs/", TREES, COMMITS, RESULTS)
 
 
 class Found(NamedTuple):
@@ -141,7 +145,12 @@ class _Run:
         raise RemoteError(f"a listing of {self._bucket.url} lacks what was just written")
 
     def _needed(self, now: float) -> Iterator[str]:
-        """The keys that kept commits need."""
+        """The keys that kept commits and shared results need."""
+        for listed, record in read_records(self._bucket):
+            if record is not None and (record.row.expires is None or record.row.expires > now):
+                yield listed.key
+                if record.object_key is not None:
+                    yield record.object_key
         seen: set[bytes] = set()
         for ref in commits.list_refs(self._bucket):
             found = commits.read_ref(self._bucket, ref)
@@ -260,6 +269,10 @@ class _Run:
             return len(keys), _size(one for one in listed if one.key in keys), state.time + self._grace
         found = self.find()
         self._bucket.remove_unfinished(found.now - max(self._grace, ABANDONED_SECONDS))
+        left = [
+            one.key for one in self._bucket.listing(CLAIMS) if one.modified < found.now - ABANDONED_SECONDS
+        ]
+        self._bucket.delete(left)  # those of nodes that were killed
         if not found.garbage:
             return 0, 0, None
         new = State(

@@ -146,7 +146,7 @@ class BlobFetcher:
             for row in request.rows:
                 at = row.place.offset - start
                 try:
-                    item = self._stage(row, view[at : at + row.place.stored], key)
+                    item = self.stage(row, view[at : at + row.place.stored], key)
                 except CorruptError as error:
                     self._on_damage(row, error)
                     continue
@@ -155,7 +155,16 @@ class BlobFetcher:
             undo.pop_all()
         return staged
 
-    def _stage(self, row: Row, stored: memoryview, key: str) -> Staged:
+    def stage(self, row: Row, stored: memoryview, key: str) -> Staged:
+        """The blob of a row whose stored bytes have come, checked.
+
+        Args:
+            key: of the object that had the bytes, for messages.
+
+        Raises:
+            CorruptError: the bytes are not those of the row.
+            RemoteError: the dictionary that they need cannot be had.
+        """
         place = row.place
         if (
             len(place.frames) > FRAME.size

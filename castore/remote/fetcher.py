@@ -6,7 +6,8 @@ the readers find them. The fetcher is started by exec when somebody asks, ends s
 request, and may be killed at any time: the next reader starts another, and asks again.
 
 The fetcher trusts its readers as little as the remote: bytes are kept under the digest that they were checked
-against. Must never: write to a remote, or fork once it serves.
+against. It writes to a remote in one case: the results of computations that a reader offers
+(result_sharing.py). Must never: move a ref, or fork once it serves.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from castore.parts import Parts
 from castore.records import DIGEST_SIZE, EntrySpec
 from castore.remote import commits, marker, page_trim
 from castore.remote.bucket import Bucket, Patience
+from castore.remote.claims import Claim, Claims
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
+from castore.remote.fetcher_client import storage_timeout
 from castore.remote.kept import LARGEST_PART, Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
@@ -49,10 +52,10 @@ from castore.remote.passing import check_frames, stretch
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
+from castore.remote.result_sharing import Answer, Offers, ResultSharing
 from castore.system.ballast import full_disk_error
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
-from castore.units import parse_duration
 from castore.write.open_pack import Vanished
 from castore.write.staging import Staged
 
@@ -61,10 +64,10 @@ _T = TypeVar("_T")
 
 #: Seconds without a request after which it ends, and after a reader has said that it is done.
 IDLE_SECONDS, DONE_SECONDS = 10.0, 0.5
-#: Seconds after which a reader gets an error if the storage does not answer, and what sets them.
-TIMEOUT_SECONDS, TIMEOUT_VARIABLE = 30.0, "CASTORE_REMOTE_TIMEOUT"
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
+# Results that are offered at once.
+_OFFERS = 4
 # Bytes of neighbouring parts that come in one request.
 _REQUEST_BYTES = 2 << 20
 # Blobs, and their bytes, that are committed together.
@@ -74,13 +77,23 @@ _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
 # Seconds for which a remote that gave no answer is not asked again.
 _DOWN_SECONDS = 5.0
 _BACKLOG = 128
+# The methods of `Fetcher` that readers may ask for.
+_CALLS = frozenset(
+    (
+        "ref",
+        "pages",
+        "blobs",
+        "parts",
+        "frames",
+        "find_result",
+        "keep_result",
+        "claim_result",
+        "offer_result",
+        "finish_offers",
+    )
+)
 # Seconds for which a new fetcher waits for the end of the one before it.
 _HANDOVER_SECONDS = 1.0
-
-
-def _timeout() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    return parse_duration(text) if text else TIMEOUT_SECONDS
 
 
 class _Source:
@@ -89,7 +102,7 @@ class _Source:
     def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
-        patience = Patience.within(_timeout())
+        patience = Patience.within(storage_timeout())
         self.bucket: Bucket = open_metered(
             settings.url, parts.usage, settings.requests, settings.rate, patience
         )
@@ -98,6 +111,7 @@ class _Source:
         self._answered = 0.0
         self._lock = threading.Lock()
         self._is_checked = False
+        self.claims = Claims(self.bucket)
 
     def check(self) -> None:
         """Check that the place is a remote, once."""
@@ -187,6 +201,8 @@ class Fetcher:
         self._remotes = Remotes(parts.path, parts.settings)
         self._network = ThreadPoolExecutor(_CONNECTIONS, "network")
         self._work = ThreadPoolExecutor(_WORKERS, "work")
+        self._offering = ThreadPoolExecutor(_OFFERS, "offers")
+        self._offers = Offers(self._offering)
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
         self._kept = 0
@@ -289,6 +305,50 @@ class Fetcher:
             source.require(blobs.have_dictionary, wanted, frames[0])
         return stored
 
+    def find_result(self, remote: str, name: str, lifetime: float | None) -> Answer:
+        """See `ResultSharing.find`."""
+        source = self._source(remote)
+        return source.require(self._results(source).find, name, lifetime)
+
+    def keep_result(self, remote: str, row: list[Any]) -> bool:
+        """See `ResultSharing.keep`."""
+        source = self._source(remote)
+        return source.require(self._results(source).keep, _row(row))
+
+    def claim_result(self, remote: str, name: str) -> Claim | None:
+        """Claim a computation; see `Claims.take`."""
+        source = self._source(remote)
+        return source.require(source.claims.take, name)
+
+    def offer_result(
+        self, remote: str, name: str, refused: bytes | None, claim: Claim | None = None
+    ) -> list[str | None]:
+        """Begin `ResultSharing.offer`, and then release the claim; returns why an earlier one failed, or
+        None.
+        """
+        source = self._source(remote)
+
+        def offer() -> None:
+            try:
+                source.require(self._results(source).offer, name, refused)
+            finally:
+                if claim is not None:
+                    claim.release()
+
+        return [self._offers.begin(offer)]
+
+    def finish_offers(self, seconds: float) -> tuple[int, str | None]:
+        """Wait for offers; see `Offers.wait`."""
+        return self._offers.wait(seconds)
+
+    @property
+    def is_offering(self) -> bool:
+        """Whether offers are under way."""
+        return self._offers.is_busy
+
+    def _results(self, source: _Source) -> ResultSharing:
+        return ResultSharing(self._parts, source.bucket, source.settings.name, self._network, self._commit)
+
     def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
         """Begin what nobody else has begun, and wait for some of it."""
         futures, mine = self._coming.claim(keys, waited)
@@ -337,7 +397,7 @@ class Fetcher:
         key, start, end = object_key(digest, packed=False), parts[0].start, parts[-1].end
         [data] = source.require(source.bucket.get_ranges, key, [(start, end)])
         view = memoryview(data)
-        batch: list[tuple[str, Staged]] = []
+        coming: list[tuple[str, memoryview]] = []
         for part in parts:
             stored, name = view[part.start - start : part.end - start], part.name(digest)
             try:
@@ -345,8 +405,12 @@ class Fetcher:
             except CorruptError as error:  # of this part alone
                 self._coming.end([name], error)
                 continue
-            batch.append((name, self._parts.writer.stage(stored, "none", None)))
-        self._keep(batch)
+            coming.append((name, stored))
+        stage = partial(self._parts.writer.stage, codec="none", level=None)
+        try:
+            self._keep([(name, stage(stored)) for name, stored in coming])
+        except Vanished:  # equal bytes that the store had were evicted in order to make room
+            self._keep([(name, stage(stored, reuse=False)) for name, stored in coming])
 
     def _keep(self, batch: list[tuple[str, Staged]]) -> None:
         if not batch:
@@ -358,16 +422,16 @@ class Fetcher:
             for name, staged in batch
             if staged.digest not in away
         ]
-        try:
-            with self._commit_lock:  # else all threads would find the same room within the budget
-                self._parts.writer.restore(wanted)
-                self._parts.writer.commit(specs)
-                self._kept += sum(staged.stored for _, staged in batch)
-                budget = self._parts.settings.max_size
-                is_due = budget is not None and self._kept > max(_TIDY_BYTES, budget * _TIDY_SHARE)
-                self._kept = 0 if is_due else self._kept
-        except Vanished as error:
-            raise RemoteError("gc removed bytes while they were kept; read again") from error
+        self._commit(specs, wanted)
+
+    def _commit(self, specs: Sequence[tuple[EntrySpec, Staged]], restored: Sequence[Staged] = ()) -> None:
+        with self._commit_lock:  # else all threads would find the same room within the budget
+            self._parts.writer.restore(restored)
+            self._parts.writer.commit(specs)
+            self._kept += sum(staged.stored for staged in (*restored, *(staged for _, staged in specs)))
+            budget = self._parts.settings.max_size
+            is_due = budget is not None and self._kept > max(_TIDY_BYTES, budget * _TIDY_SHARE)
+            self._kept = 0 if is_due else self._kept
         if is_due:
             self._work.submit(self._tidy)
 
@@ -385,7 +449,7 @@ class Fetcher:
 
     def close(self) -> None:
         """End what is under way, and close the store."""
-        for pool in (self._work, self._network):
+        for pool in (self._work, self._offering, self._network):
             pool.shutdown(wait=False, cancel_futures=True)
         self._parts.close()
 
@@ -468,7 +532,8 @@ class _Server:
         with suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 with self._lock:
-                    return not self._active and time.monotonic() > self._until
+                    is_idle = not self._active and time.monotonic() > self._until
+                return is_idle and not self._fetcher.is_offering
         return True
 
     def _answer(self, connection: socket.socket) -> None:
@@ -485,8 +550,12 @@ class _Server:
                 is_refused = "error" in answer and answer["error"]["kind"] == RemoteDeniedError.__name__
                 if is_refused:
                     self._stop_listening()
-                with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
-                    send(connection, answer)
+                claim = answer.get("result")
+                if isinstance(claim, Claim):
+                    self._hold(claim, connection)
+                else:
+                    with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
+                        send(connection, answer)
             self._fetcher.flush()
             if is_refused:
                 self._is_refused.set()
@@ -495,14 +564,32 @@ class _Server:
                 self._active -= 1
                 self._until = time.monotonic() + idle
 
+    def _hold(self, claim: Claim, connection: socket.socket) -> None:
+        """Keep a claim for as long as the reader computes: until its result is offered, or it is gone."""
+        threading.Thread(target=claim.keep, daemon=True).start()
+        is_offered = False
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                send(connection, {"result": True})
+                request = receive(connection)
+                if request is not None:
+                    answer = self._do(request | {"claim": claim})
+                    is_offered = "result" in answer
+                    send(connection, answer)
+        finally:
+            if not is_offered:
+                claim.release()
+
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         call = request.pop("do", None)
-        if call not in ("ref", "pages", "blobs", "parts", "frames"):
+        if call not in _CALLS:
             return {"error": describe(RemoteError(f"the fetcher knows no {call!r}; end it, and read again"))}
         try:
             return {"result": getattr(self._fetcher, call)(**request)}
         except CastoreError as error:
             return {"error": describe(error)}
+        except Vanished:
+            return {"error": describe(RemoteError("gc removed bytes while they were kept; read again"))}
         except OSError as error:
             return {"error": describe(full_disk_error(self._store, error) or error)}
         except Exception as error:  # noqa: BLE001 (the reader must learn of it: nobody else is here)

@@ -16,16 +16,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from castore.errors import RemoteError
+from castore.errors import RemoteError, RemoteUnreachableError
 from castore.remote.error_values import rebuild
 from castore.remote.messages import SOCKET, receive, send
 from castore.system.local_sockets import address
+from castore.units import parse_duration
 
+#: Seconds after which a reader gets an error if the storage does not answer, and what sets them.
+TIMEOUT_SECONDS, TIMEOUT_VARIABLE = 30.0, "CASTORE_REMOTE_TIMEOUT"
 # Seconds for a fetcher to start, and times that it may end before it answers.
 _START_SECONDS = 60.0
 _ATTEMPTS = 5
 # Seconds between two looks whether it has started.
 _LOOK_SECONDS = 0.005
+
+
+def storage_timeout() -> float:
+    """Seconds after which a reader gets an error if the storage does not answer.
+
+    Raises:
+        InvalidValueError: the variable that sets them makes no sense.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    return parse_duration(text) if text else TIMEOUT_SECONDS
 
 
 class FetcherClient:
@@ -40,30 +53,71 @@ class FetcherClient:
         self._open_now: set[socket.socket] = set()
         self._is_over = False
 
-    def call(self, do: str, **fields: Any) -> Any:
+    def call(self, do: str, *, timeout: float | None = None, **fields: Any) -> Any:
         """Do a request, and return its result.
 
+        Args:
+            do: the request, a method of `castore.remote.fetcher.Fetcher`.
+            timeout: seconds within which the fetcher answers, or None for its own patience with the storage.
+            fields: of the request.
+
         Raises:
-            RemoteUnreachableError: the storage gives no answer in time.
+            RemoteUnreachableError: there is no answer in time.
             RemoteError: the remote cannot be used otherwise, or no fetcher can be started.
             CorruptError: the remote's bytes are damaged.
         """
+        result, connection = self.open_call(do, timeout=timeout, **fields)
+        connection.close()
+        return result
+
+    def open_call(self, do: str, *, timeout: float | None = None, **fields: Any) -> tuple[Any, socket.socket]:
+        """`call`, with the connection, for a request that the fetcher goes on with until it is closed."""
         for _ in range(_ATTEMPTS):
-            with self._connect() as connection, suppress(BrokenPipeError, ConnectionResetError):
-                self._open_now.add(connection)
-                try:
-                    self._raise_if_over()  # `abandon` sees a connection that was added before this look
-                    send(connection, {"do": do, **fields})
-                    answer = receive(connection)
-                finally:
-                    self._open_now.discard(connection)
-                if answer is not None and "error" in answer:
-                    raise rebuild(answer["error"])
+            connection = self._connect()
+            try:
+                answer = self._ask(connection, timeout, {"do": do, **fields})
                 if answer is not None:
-                    return answer["result"]
+                    return answer["result"], connection
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
         raise RemoteError(
             f"the process that fetches for {self._store} ended {_ATTEMPTS} times before it answered"
         )
+
+    def go_on(
+        self, connection: socket.socket, do: str, *, timeout: float | None = None, **fields: Any
+    ) -> Any:
+        """A further request on the connection of `open_call`; None if the fetcher has ended meanwhile.
+
+        Raises:
+            RemoteError, CorruptError: as for `call`.
+        """
+        with suppress(BrokenPipeError, ConnectionResetError):
+            answer = self._ask(connection, timeout, {"do": do, **fields})
+            return None if answer is None else answer["result"]
+        return None
+
+    def _ask(
+        self, connection: socket.socket, timeout: float | None, request: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Send a request and wait for its result; None if the fetcher has ended."""
+        self._open_now.add(connection)
+        try:
+            self._raise_if_over()  # `abandon` sees a connection that was added before this look
+            connection.settimeout(timeout)
+            send(connection, request)
+            answer = receive(connection)
+        except TimeoutError as error:
+            raise RemoteUnreachableError(f"there was no answer within {timeout:g} s") from error
+        finally:
+            self._open_now.discard(connection)
+        if answer is not None and "error" in answer:
+            raise rebuild(answer["error"])
+        return answer
 
     def prepare(self, remote: str) -> None:
         """Have the fetcher started, and connected to a remote.

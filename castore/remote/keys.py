@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from blake3 import blake3
+
 from castore.errors import InvalidNameError
 
 #: Format and options of the remote. A place that has this object is a remote.
 SETTINGS = "castore-remote.json"
-TREES, COMMITS, REFS = "trees/", "commits/", "refs/"
+TREES, COMMITS, REFS, RESULTS, CLAIMS = "trees/", "commits/", "refs/", "keys/", "claims/"
 
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -44,6 +46,21 @@ def ref_key(ref: str) -> str:
         InvalidNameError: no ref can have this name.
     """
     return REFS + check_ref(ref)
+
+
+def result_key(name: str) -> str:
+    """Of the record of a computation's result, by the computation's key."""
+    return RESULTS + _hashed(name)
+
+
+def claim_key(name: str) -> str:
+    """Of the claim of a computation, by the computation's key."""
+    return CLAIMS + _hashed(name)
+
+
+def _hashed(name: str) -> str:
+    digest = blake3(name.encode()).hexdigest()
+    return f"{digest[:2]}/{digest}"
 
 
 def check_ref(ref: Any, kind: str = "ref") -> str:

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from castore.objects.dictionaries import Dictionaries
 from castore.objects.directory import ObjectDirectory
 from castore.objects.loose import LooseFolder
 from castore.remote import (
+    claims,
     collect,
     collection_state,
     commits,
@@ -57,6 +59,7 @@ from castore.remote.pages import Row
 from castore.remote.remote import Remote
 from castore.remote.remote_tree import RemoteTree
 from castore.remote.remotes import Remotes, RemoteSettings
+from castore.remote.result_sharing import ResultSharing
 from castore.remote.tree import Tree
 from castore.repair import doctor
 from castore.system.local_sockets import address
@@ -593,6 +596,45 @@ def _fetching(asked: Callable[[Folder], dict[str, Any]]) -> Task:
     return Task(_fetch, _kept(asked), asks=asked)
 
 
+# Shared results
+
+
+def _compute_and_offer(folder: Folder) -> None:
+    """The steps of a node that computes, and of its fetcher, in one process."""
+    shared = bucket(folder)
+    with opened(folder, "two") as store, ThreadPoolExecutor(2) as pool:
+        claim = claims.Claims(shared).take("computed")
+        assert claim is not None
+        store.put("computed", noise(200_000, 5))
+        ResultSharing(store.parts, shared, "team", pool, store.writer.commit).offer("computed", None)
+        claim.release()
+
+
+def _is_offered(folder: Folder) -> bool:
+    with opened(folder, "one") as store, ThreadPoolExecutor(2) as pool:
+        found = ResultSharing(store.parts, bucket(folder), "team", pool, store.writer.commit)
+        return found.find("computed", None).row is not None
+
+
+def _offered(folder: Folder, done: str) -> None:
+    assert _is_offered(folder) is (done == ALL)
+    for _ in range(2):
+        age(folder / "bucket", DAY)
+        garbage(folder)
+    assert _keys(folder, "claims/") == set()
+    assert (_keys(folder, "packs/") > _keys(folder.parent / "template", "packs/")) is (done == ALL)
+    _compute_and_offer(folder)
+    assert _is_offered(folder)
+
+
+def _has(*prefixes: str) -> There:
+    """Whether there is something new below each of these folders of a computation, and not below others."""
+    return lambda folder: all(
+        (_keys(folder, one) > _keys(folder.parent / "template", one)) is (one in prefixes)
+        for one in ("packs/", "keys/", "claims/")
+    )
+
+
 # Lazy reads
 
 
@@ -709,6 +751,7 @@ _naming = Task(_pull_lazily, _named)
 _bringing = Task(_fetch, _here_again, _pull_lazily, _asks_for_blobs)
 _bringing_at_once = _bringing._replace(act=partial(_fetch, batch=100))
 _dropping = Task(_drop_bytes, _away, _get_lazily)
+_computing = Task(_compute_and_offer, _offered)
 _warming = Task(_warm, _warm_again)
 
 
@@ -752,6 +795,14 @@ WINDOWS = [
         ("after the last commit, before the base is kept", _pulling, before(Remotes, "set_base"),
         _base_is("two", kept=False), ALL),
         ("after that", _pulling, after(Remotes, "set_base"), _base_is("two", kept=True), ALL),
+    ),
+    *_of(
+        "Shared results",
+        ("while a node computes", _computing, after(FolderBucket, "create"), _has("claims/"), NOTHING),
+        ("after the bytes, before the record", _computing, before(FolderBucket, "create", 2),
+        _has("claims/", "packs/"), NOTHING),
+        ("after the record, before the claim is removed", _computing, before(FolderBucket, "delete"),
+        _has("claims/", "packs/", "keys/"), ALL),
     ),
     *_of(
         "Collections",

@@ -1,0 +1,238 @@
+"""A store's door to the results that several stores share over a remote. See `castore.Store`.
+
+A store asks for a result before it computes, and offers what it has computed. The fetcher does both, in the
+background where it can, so a process that uses this may fork. A remote that gives no answer costs a known
+delay once, and is then left alone for a while. Must never: end a computation because of the remote.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from typing import Any
+
+from castore.errors import CorruptError, FullError, RemoteError, RemoteMissingError, TooLargeError
+from castore.parts import Parts
+from castore.remote.fetcher_client import FetcherClient, storage_timeout
+from castore.remote.remotes import Remotes, RemoteSettings
+from castore.system.forks import reset_after_fork
+
+log = logging.getLogger("castore")
+
+#: Seconds within which a remote says whether it has a result; less with a shorter time-out of the storage.
+LOOKUP_SECONDS = 10.0
+#: Seconds for which a remote is left alone that gave no answer.
+SILENT_SECONDS = 60.0
+#: Seconds that a computation takes at least for which other nodes wait.
+WORTH_SECONDS = 0.5
+#: Seconds after which a node that waits for another one says so.
+TOLD_SECONDS = 30.0
+# Seconds between two looks for a result that another node computes.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+#: Seconds that the end of a store waits for results to be offered.
+CLOSE_SECONDS = 60.0
+
+
+class SharedResults:
+    """The results of computations that a remote has, and offers to it.
+
+    Every method raises a `NotFoundError` if the store knows no such remote.
+
+    Args:
+        parts: of the store.
+        remote: the remote's name in this store.
+    """
+
+    def __init__(self, parts: Parts, remote: str) -> None:
+        self._parts = parts
+        self._remote = remote
+        self._fetcher = FetcherClient(parts.path)
+        self._silent_until = 0.0
+        self._has_offered = False
+        # How long the last computation below each folder of names took.
+        self._seconds: dict[str, float] = {}
+
+    @cached_property
+    def _settings(self) -> RemoteSettings:
+        return Remotes(self._parts.path, self._parts.settings).get(self._remote)
+
+    def turn(self, name: str, lifetime: float | None) -> Turn:
+        """This process's turn to find or compute a result. Others on this machine wait for it meanwhile.
+
+        Args:
+            name: key of the computation.
+            lifetime: seconds after its computation for which a result is good; None for ever.
+        """
+        return Turn(self, name, lifetime)
+
+    def find(self, name: str, lifetime: float | None) -> tuple[bool, bytes | None]:
+        """Have the result of a computation in the store, if the remote has a good one.
+
+        Returns:
+            Whether it is there now, and a digest of the remote's record; None for no record.
+        """
+        found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime)
+        if found is None:
+            return False, None
+        is_here, row, record = found
+        if row is not None:
+            is_here = self._ask(self._fetcher.call, "keep_result", is_short=False, row=row) is not None
+        return is_here, record
+
+    def claim(self, name: str) -> tuple[bool, socket.socket | None]:
+        """Claim a computation, so that other nodes wait for its result.
+
+        Returns:
+            Whether this process is to compute, and the connection that holds the claim; None without one.
+        """
+        if self._settings.read_only or self._settings.single_writer or self._is_quick(name):
+            return True, None
+        held = self._ask(self._fetcher.open_call, "claim_result", name=name)
+        if held is None:
+            return True, None
+        is_mine, connection = held
+        if not is_mine:
+            connection.close()
+        return is_mine, connection if is_mine else None
+
+    def offer(self, name: str, refused: bytes | None, claim: socket.socket | None, seconds: float) -> None:
+        """Have a result uploaded in the background, unless the remote has one.
+
+        Args:
+            name: key of the computation, which is an entry of the store.
+            refused: a record of the remote that is not good, in whose place the result comes.
+            claim: the connection that holds the claim; None without one.
+            seconds: that the computation took.
+        """
+        self._seconds[_folder(name)] = seconds
+        if self._settings.read_only:
+            return
+        call = self._fetcher.call if claim is None else partial(self._fetcher.go_on, claim)
+        begun = self._ask(call, "offer_result", name=name, refused=refused)
+        if begun is None and claim is not None:  # the fetcher that held the claim was killed
+            begun = self._ask(self._fetcher.call, "offer_result", name=name, refused=refused)
+        if begun is not None:
+            self._has_offered = True
+            self._tell(*begun)
+
+    def _ask(self, call: Callable[..., Any], do: str, *, is_short: bool = True, **fields: Any) -> Any:
+        """A request to the fetcher; None if there is no answer, or if none is to be expected.
+
+        A remote that gives no answer is asked nothing for a while.
+        """
+        if time.monotonic() < self._silent_until:
+            return None
+        try:
+            timeout = min(LOOKUP_SECONDS, storage_timeout()) if is_short else None
+            return call(do, timeout=timeout, remote=self._remote, **fields)
+        except (CorruptError, FullError, RemoteMissingError, TooLargeError) as error:
+            log.warning("a result in remote %r is not used: %s", self._remote, error)
+        except RemoteError as error:
+            self._silent_until = time.monotonic() + SILENT_SECONDS
+            log.warning(
+                "remote %r is not asked for results for %g s: %s", self._remote, SILENT_SECONDS, error
+            )
+        return None
+
+    def _is_quick(self, name: str) -> bool:
+        """Whether computations beside this one took less time than claiming them."""
+        return self._seconds.get(_folder(name), math.inf) < WORTH_SECONDS
+
+    def close(self) -> None:
+        """Wait until results that were offered are in the remote, for at most `CLOSE_SECONDS`."""
+        if not self._has_offered:
+            return
+        self._has_offered = False
+        try:
+            left, failure = self._fetcher.call(
+                "finish_offers", timeout=CLOSE_SECONDS + LOOKUP_SECONDS, seconds=CLOSE_SECONDS
+            )
+        except RemoteError as error:
+            log.warning("results may not have come into remote %r: %s", self._remote, error)
+            return
+        self._tell(failure)
+        if left:
+            log.warning(
+                "%d results are still on their way into remote %r, and lost if this machine ends now",
+                left,
+                self._remote,
+            )
+
+    def _tell(self, failure: str | None) -> None:
+        if failure is not None:
+            log.warning("a result could not be offered to remote %r: %s", self._remote, failure)
+
+
+class Turn(AbstractContextManager["Turn"]):
+    """One process's turn at one computation. `SharedResults.turn` makes it.
+
+    Args:
+        results: of the store.
+        name, lifetime: as for `SharedResults.turn`.
+    """
+
+    def __init__(self, results: SharedResults, name: str, lifetime: float | None) -> None:
+        self._results = results
+        self._name = name
+        self._lifetime = lifetime
+        self._refused: bytes | None = None
+        self._is_to_compute = False
+        self._connection: socket.socket | None = None
+        self._began = 0.0
+        self._after_fork()
+        reset_after_fork(self)
+
+    def _after_fork(self) -> None:
+        # A child that outlives its parent must not keep other nodes waiting.
+        if getattr(self, "_connection", None) is not None:
+            self._end()
+
+    def bring(self) -> bool:
+        """Have a result in the store: True. False means that this process is to compute it.
+
+        Waits while another node computes it. A caller that cannot use the result calls this once more.
+        """
+        pause, told = _SHORTEST_PAUSE, time.monotonic() + TOLD_SECONDS
+        while True:
+            is_here, record = self._results.find(self._name, self._lifetime)
+            is_new = record is not None and record != self._refused
+            self._refused = record
+            if is_here and is_new:
+                return True
+            if self._is_to_compute:
+                self._began = time.monotonic()
+                return False
+            self._is_to_compute, self._connection = self._results.claim(self._name)
+            if self._is_to_compute and self._connection is None:
+                self._began = time.monotonic()
+                return False
+            if self._is_to_compute:
+                continue  # the result may have come between the first look and the claim
+            if time.monotonic() > told:
+                log.warning("%r is computed by another node; this one waits for its result", self._name)
+                told = math.inf
+            time.sleep(pause * (1 + random.random()))  # noqa: S311
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def offer(self) -> None:
+        """Offer the result, which is in the store now."""
+        seconds = time.monotonic() - self._began
+        self._results.offer(self._name, self._refused, self._connection, seconds)
+
+    def _end(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
