@@ -13,7 +13,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -47,7 +47,7 @@ from castore.write.putter import Putter, SupportsRead
 if TYPE_CHECKING:
     from castore.remote.outcomes import Progress, Pulled, Pushed
     from castore.remote.remote import Remote
-    from castore.remote.shared_results import SharedResults
+    from castore.remote.shared_results import SharedResults, Turn
     from castore.shm.shared_frames import SharedFrames
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class Store:
     A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
     ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
     ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
-    ``has_dictionary``, ``counters``, ``require_writable`` and ``tree``.
+    ``has_dictionary``, ``counters``, ``require_writable``, ``share`` and ``tree``.
     The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
 
     Attributes:
@@ -220,8 +220,11 @@ class Store:
     def __enter__(self: _S) -> _S:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None = None, *exc: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self.close()
+        else:  # whoever has pressed Ctrl-C waits for no remote
+            self.parts.close()
 
     def __castore_key__(self) -> str:
         """A function that uses a store gives the same results with another one."""
@@ -713,17 +716,17 @@ class Store:
             serializers.check_serializer(serializer)
         with explain_gone(self.path), self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
-            if not hit and self._shared is None:
+            if hit:
+                return value
+            with self.share(key, ttl=ttl) or nullcontext() as turn:
+                while turn is not None and turn.bring():
+                    hit, value = self._load_valid(key, validate)
+                    if hit:
+                        return value
                 value = compute()
                 self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
-            elif not hit and self._shared is not None:
-                with self._shared.turn(key, self._putter.seconds(ttl)) as turn:
-                    while not hit and turn.bring():
-                        hit, value = self._load_valid(key, validate)
-                    if not hit:
-                        value = compute()
-                        self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
-                        turn.offer()
+                if turn is not None:
+                    turn.offer()
             return value
 
     def _load_valid(self, key: str, validate: Callable[[Any], bool] | None) -> tuple[bool, Any]:
@@ -1425,6 +1428,16 @@ class Store:
         Counts that are still in memory are not in it; `stat` has them.
         """
         return self.index.counters()
+
+    def share(self, name: str, *, ttl: float | str | None = None) -> Turn | None:
+        """This process's turn to find an entry over the store's ``remote``, or to compute and offer it; None
+        for a store without a ``remote``. The caller holds a lock of the name.
+
+        Args:
+            name: of the entry, which covers all that its bytes depend on.
+            ttl: seconds after its computation for which an entry is good; default the store's.
+        """
+        return None if self._shared is None else self._shared.turn(name, self._putter.seconds(ttl))
 
     def require_writable(self) -> None:
         """Check that this user can change the store.

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
@@ -169,6 +170,14 @@ class SharedResults:
             log.warning("a result could not be offered to remote %r: %s", self._remote, failure)
 
 
+class Begun(Enum):
+    """How a turn begins."""
+
+    FOUND = "the result is in the store"
+    OURS = "this process is to compute it"
+    ELSEWHERE = "another node computes it"
+
+
 class Turn(AbstractContextManager["Turn"]):
     """One process's turn at one computation. `SharedResults.turn` makes it.
 
@@ -182,16 +191,33 @@ class Turn(AbstractContextManager["Turn"]):
         self._name = name
         self._lifetime = lifetime
         self._refused: bytes | None = None
-        self._is_to_compute = False
         self._connection: socket.socket | None = None
         self._began = 0.0
-        self._after_fork()
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
-        # A child that outlives its parent must not keep other nodes waiting.
-        if getattr(self, "_connection", None) is not None:
-            self._end()
+        self.end()  # a child that outlives its parent must not keep other nodes waiting
+
+    def begin(self) -> Begun:
+        """Have a result in the store, or the turn to compute it. Never waits for another node.
+
+        A caller that cannot use a result calls this once more.
+        """
+        if self._find():
+            return Begun.FOUND
+        if self._connection is not None:
+            return Begun.OURS
+        is_ours, self._connection = self._results.claim(self._name)
+        if self._connection is not None and self._find():  # it came between the first look and the claim
+            return Begun.FOUND
+        self._began = time.monotonic()
+        return Begun.OURS if is_ours else Begun.ELSEWHERE
+
+    def _find(self) -> bool:
+        is_here, record = self._results.find(self._name, self._lifetime)
+        is_new = record is not None and record != self._refused
+        self._refused = record
+        return is_here and is_new
 
     def bring(self) -> bool:
         """Have a result in the store: True. False means that this process is to compute it.
@@ -199,39 +225,27 @@ class Turn(AbstractContextManager["Turn"]):
         Waits while another node computes it. A caller that cannot use the result calls this once more.
         """
         pause, told = _SHORTEST_PAUSE, time.monotonic() + TOLD_SECONDS
-        while True:
-            is_here, record = self._results.find(self._name, self._lifetime)
-            is_new = record is not None and record != self._refused
-            self._refused = record
-            if is_here and is_new:
-                return True
-            if self._is_to_compute:
-                self._began = time.monotonic()
-                return False
-            self._is_to_compute, self._connection = self._results.claim(self._name)
-            if self._is_to_compute and self._connection is None:
-                self._began = time.monotonic()
-                return False
-            if self._is_to_compute:
-                continue  # the result may have come between the first look and the claim
+        while (begun := self.begin()) is Begun.ELSEWHERE:
             if time.monotonic() > told:
                 log.warning("%r is computed by another node; this one waits for its result", self._name)
                 told = math.inf
             time.sleep(pause * (1 + random.random()))  # noqa: S311
             pause = min(2 * pause, _LONGEST_PAUSE)
+        return begun is Begun.FOUND
 
     def offer(self) -> None:
         """Offer the result, which is in the store now."""
         seconds = time.monotonic() - self._began
         self._results.offer(self._name, self._refused, self._connection, seconds)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Let others compute, unless a result was offered."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def __exit__(self, *exc: object) -> None:
-        self._end()
+        self.end()
 
 
 def _folder(name: str) -> str:

@@ -63,9 +63,14 @@ class NotInBlocksError(Exception):
     """A step cannot run block by block; the message is the reason."""
 
 
+def name_of_result(key: str) -> str:
+    """The name of the entry of a block's result, and of the lock that is a claim of the block."""
+    return f"{BLOCKS_FOLDER}/{key}"
+
+
 def find_result(store: Store, key: str) -> BlockResult | None:
     """The result of a block, if it is kept."""
-    entry = store.entry(f"{BLOCKS_FOLDER}/{key}")
+    entry = store.entry(name_of_result(key))
     if entry is None:
         return None
     blob = store.blob(entry.digest)
@@ -128,7 +133,7 @@ def put_result(
     """
     try:
         entry = store.put_file(
-            f"{BLOCKS_FOLDER}/{key}",
+            name_of_result(key),
             path,
             codec=options.codec,
             level=options.level,

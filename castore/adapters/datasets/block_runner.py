@@ -10,7 +10,7 @@ flight, and the next run goes on after them.
 
 Runs of one step at once, in any threads and processes, share its blocks. A run claims each block that it
 makes, passes over blocks that others have claimed, and waits for those at its end. A claim is a lock: it ends
-with its process, and then the block is free again.
+with its process, and then the block is free again. Over a store's ``remote`` the same holds for all nodes.
 
 Must never keep a result that an operator's exception, or a dead worker, has cut short.
 """
@@ -18,6 +18,7 @@ Must never keep a result that an operator's exception, or a dead worker, has cut
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -34,11 +35,11 @@ import pyarrow as pa
 
 from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_entries import (
-    BLOCKS_FOLDER,
     NO_ROOM,
     BlockResult,
     NotInBlocksError,
     find_result,
+    name_of_result,
     put_result,
 )
 from castore.adapters.datasets.block_step import (
@@ -61,6 +62,7 @@ from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, sour
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
+from castore.remote.shared_results import Begun, Turn
 from castore.store import Store
 
 _VERSION = 1
@@ -70,8 +72,6 @@ _SHOWS_SIZE = 1 / 20
 
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
-
-Release: TypeAlias = Callable[[], None]
 
 
 def bytes_at_once(num_proc: int) -> int:
@@ -83,8 +83,31 @@ class _FilesChanged(Exception):
     """Files that rows of a block name have changed since its key was made."""
 
 
+class _Claim:
+    """A claim of a block, among the runs of this machine, and of all nodes that share results.
+
+    Args:
+        release: ends the claim here.
+        turn: ends the one for other nodes; None if results are not shared.
+    """
+
+    def __init__(self, release: Callable[[], None], turn: Turn | None = None) -> None:
+        self._release = release
+        self._turn = turn
+
+    def end(self, *, is_kept: bool) -> None:
+        """Let other runs go on, with the result if it is kept."""
+        try:
+            if self._turn is not None and is_kept:
+                self._turn.offer()
+        finally:
+            if self._turn is not None:
+                self._turn.end()
+            self._release()
+
+
 class _Elsewhere(NamedTuple):
-    """A block that another run has claimed: its place, and the key of its result."""
+    """A block that another run, or node, has claimed: its place, and the key of its result."""
 
     number: int
     key: str
@@ -192,27 +215,46 @@ class BlockRun:
             keys.learn(made.result())
         return made, len(rows)
 
-    def _find_or_claim(self, digits: str, keys: _Keys) -> BlockResult | Release | None:
+    def _find_or_claim(self, digits: str, keys: _Keys) -> BlockResult | _Claim | None:
         """The result of a block; or a claim of it; None if another run has claimed it."""
         if self._fresh:
-            return lambda: None
-        locks, name = store_locks(self._store), _claim_of(digits)
+            return _Claim(lambda: None)
+        locks, name = store_locks(self._store), name_of_result(digits)
         while (found := find_result(self._store, digits)) is None:
             release = locks.claim(name)
-            if release is not None:
-                if (found := find_result(self._store, digits)) is None:
-                    return release
-                release()  # it was kept a moment ago
-            elif keys.are_final:
-                return None
-            else:
-                self._wait_for(digits)  # the keys of all other blocks need its features
+            claim = None if release is None else self._claim_over_nodes(digits, release)
+            if claim is not None or keys.are_final:
+                return claim
+            self._wait_for(digits)  # the keys of all other blocks need its features
+        return found
+
+    def _claim_over_nodes(self, digits: str, release: Callable[[], None]) -> BlockResult | _Claim | None:
+        """The result of a block that is claimed here, or a claim over all nodes; None if another node has
+        claimed it.
+        """
+        try:
+            found = find_result(self._store, digits)  # it may have been kept a moment ago
+            turn = None if found is not None else self._store.share(name_of_result(digits), ttl=math.inf)
+            begun = Begun.OURS if turn is None else turn.begin()
+            if begun is Begun.FOUND:
+                found, turn = find_result(self._store, digits), None
+            if found is None and begun is not Begun.ELSEWHERE:
+                return _Claim(release, turn)
+        except BaseException:
+            release()
+            raise
+        release()
         return found
 
     def _wait_for(self, digits: str) -> BlockResult | None:
         """The result of a block that another run has claimed; None if that run ends without it."""
-        with store_locks(self._store).hold(_claim_of(digits)):
-            return find_result(self._store, digits)
+        with store_locks(self._store).hold(name_of_result(digits)):
+            found = find_result(self._store, digits)
+            turn = None if found is not None else self._store.share(name_of_result(digits), ttl=math.inf)
+            if turn is not None:
+                with turn:
+                    found = find_result(self._store, digits) if turn.bring() else None
+            return found
 
     def find(
         self, blocks: Iterable[SourceBlock | None]
@@ -319,19 +361,14 @@ class _Progress:
                 self._tell(rows)
 
 
-def _read(block: SourceBlock, release: Release | None) -> pa.Table:
+def _read(block: SourceBlock, claim: _Claim | None) -> pa.Table:
     """The rows of a block; its claim ends if they cannot be read."""
     try:
         return block.read()
     except BaseException:
-        if release is not None:
-            release()
+        if claim is not None:
+            claim.end(is_kept=False)
         raise
-
-
-def _claim_of(digits: str) -> str:
-    """The name of the lock that is the claim of a block."""
-    return f"{BLOCKS_FOLDER}/{digits}"
 
 
 class _Maker:
@@ -382,7 +419,7 @@ class _Maker:
         first: int,
         features: str | None,
         digits: str,
-        release: Release,
+        claim: _Claim,
     ) -> Future[BlockResult]:
         """Make a block's result; waits while many others are being made.
 
@@ -391,7 +428,7 @@ class _Maker:
             rows, files, first: the block, what its rows name, and the number of its first row.
             features: the features of the result, in JSON; None to find them.
             digits: the result's key.
-            release: ends the claim of the block.
+            claim: of the block.
         """
         try:
             file = scratch.new_file(self._store, self._temp_dir)
@@ -401,10 +438,10 @@ class _Maker:
                 scratch.remove(file)
                 raise
         except BaseException:
-            release()
+            claim.end(is_kept=False)
             raise
         are_same = partial(_are_same_files, rows, self._step.dataset.features, files)
-        made = self._keeper.submit(self._keep, number, written, digits, len(rows), are_same, file, release)
+        made = self._keeper.submit(self._keep, number, written, digits, len(rows), are_same, file, claim)
         self._waiting.append(made)
         while len(self._waiting) > self._step.num_proc + 1:
             self._waiting.popleft().result()
@@ -433,8 +470,9 @@ class _Maker:
         rows: int,
         are_same_files: Callable[[], bool],
         file: Path,
-        release: Release,
+        claim: _Claim,
     ) -> BlockResult:
+        is_kept = False
         try:
             made = written.result()
             if not are_same_files():
@@ -451,9 +489,10 @@ class _Maker:
                 names_files=made.names_files,
             )
             self.made.add(digits)
+            is_kept = True
         finally:
             scratch.remove(file)
-            release()
+            claim.end(is_kept=is_kept)
         self._check_room(result)
         self._progress.count(number, rows, reused=False)
         return result
