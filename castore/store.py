@@ -112,7 +112,7 @@ class Store:
     A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
     ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
     ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
-    ``has_dictionary``, ``counters``, ``require_writable``, ``share`` and ``tree``.
+    ``has_dictionary``, ``counters``, ``require_writable``, ``is_shared``, ``share`` and ``tree``.
     The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
 
     Attributes:
@@ -1428,6 +1428,11 @@ class Store:
         Counts that are still in memory are not in it; `stat` has them.
         """
         return self.index.counters()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the results of computations are shared over a ``remote``."""
+        return self._shared is not None
 
     def share(self, name: str, *, ttl: float | str | None = None) -> Turn | None:
         """This process's turn to find an entry over the store's ``remote``, or to compute and offer it; None

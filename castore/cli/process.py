@@ -76,6 +76,14 @@ def process(
         str | None,
         typer.Option("--ds-cache-dir", "--ds_cache_dir", metavar="DIR", help="The store; as --store."),
     ] = None,
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            "--remote",
+            metavar="NAME",
+            help="Share steps with other nodes over it.  [default: $CASTORE_REMOTE]",
+        ),
+    ] = None,
     temp_dir: Annotated[
         str | None,
         typer.Option(
@@ -131,7 +139,8 @@ def process(
     )
     for note in recipe.notes:
         print_error(f"{config}: {note}")
-    with _terminable(), Store(_store_of(context, recipe, ds_cache_dir), memory=0) as store:
+    place = _store_of(context, recipe, ds_cache_dir)
+    with _terminable(), Store(place, memory=0, remote=remote) as store:
         if explain:
             _explain(recipe, store, as_json)
         elif estimate:

@@ -26,6 +26,7 @@ from tests.recipes.recipes import (
     hits,
     recipe,
 )
+from tests.remote.nodes import end_fetcher, know
 from tests.warm import Started
 
 # The seed's page
@@ -48,6 +49,23 @@ def test_a_rerun_hits_every_step_and_gives_the_same(cli: Cli, place: Path) -> No
     ]
     assert second.json["rows_out"] == len(rows)
     assert 0 < second.json["steps"][0]["stored"] < second.json["steps"][0]["logical"]
+
+
+def test_a_second_node_takes_the_rows_of_the_first(here: Callable[..., Ran], place: Path) -> None:
+    path, ran = recipe(place), []
+    for node in (place / "node0", place / "node1"):
+        with Store(node) as store:
+            know(store, "team", (place / "bucket").as_uri())
+            ran.append(here("--config", path, "--ds-cache-dir", node, "--remote", "team", "--json"))
+            end_fetcher(store)
+    first, second = ran
+    assert (first.code, first.err, second.code, second.err) == (0, "", 0, "")
+    assert sum(step["rows_reused"] for step in first.json["steps"]) == 0
+    reused = {step["name"]: step["rows_in"] - step["rows_reused"] for step in second.json["steps"]}
+    assert reused == dict.fromkeys(reused, 0)
+    assert exported(place) == expected(place)
+    unknown = here("--config", path, "--remote", "nobody")
+    assert (unknown.code, "castore remote add nobody" in unknown.err) == (1, True)
 
 
 SEED = {

@@ -162,7 +162,9 @@ def _run_cached(
             )
 
     counted = {"kind": kind, "operator": description.fingerprint, "parameters": parameters}
-    blocks = _in_blocks(kind, dataset, function, arguments, given, counted, rowwise=rowwise)
+    blocks = _in_blocks(
+        kind, dataset, function, arguments, given, counted, rowwise=rowwise, small=store.is_shared
+    )
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
     return step_runner.run_or_load(
         store,
@@ -185,6 +187,7 @@ def _in_blocks(
     counted: dict[str, Any],
     *,
     rowwise: bool,
+    small: bool,
 ) -> BlockStep | None:
     """The step as one that runs block by block; None if its result depends on more than a block's rows.
 
@@ -194,10 +197,11 @@ def _in_blocks(
         arguments, given: all arguments of `map` or `filter`, and those that the caller gave.
         counted: what the result depends on beside the rows.
         rowwise: as for `cached_map`.
+        small: as for `can_cut`.
     """
     num_proc = arguments["num_proc"] or 1
     is_batched, size = arguments["batched"], arguments["batch_size"]
-    if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset):
+    if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset, small=small):
         return None
     if num_proc < 1:
         return None  # `map` raises the error

@@ -421,7 +421,7 @@ class _Run:
     def hashes_in_blocks(self, planned: PlannedStep) -> BlockStep | None:
         """The hashes of a deduplicator over the present dataset, block by block; None if that cannot be."""
         step, dataset = planned.step, self._dataset
-        if step.kind != "deduplicate" or not can_cut(dataset):
+        if step.kind != "deduplicate" or not can_cut(dataset, small=self._store.is_shared):
             return None
         counted = without_unread(step.operator, METHOD_OF_HASHES)
         description = planned.description if counted is step.operator else describe(counted, step.name)
@@ -437,7 +437,7 @@ class _Run:
     def in_blocks(self, planned: PlannedStep) -> BlockStep | None:
         """A step on the present dataset, as one that runs block by block; None if it cannot."""
         step, dataset = planned.step, self._dataset
-        if step.kind not in BLOCK_KINDS or not can_cut(dataset):
+        if step.kind not in BLOCK_KINDS or not can_cut(dataset, small=self._store.is_shared):
             return None
         tell = self._meter.make_counter(planned.number, len(dataset))
 
