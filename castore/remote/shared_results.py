@@ -198,26 +198,30 @@ class Turn(AbstractContextManager["Turn"]):
     def _after_fork(self) -> None:
         self.end()  # a child that outlives its parent must not keep other nodes waiting
 
-    def begin(self) -> Begun:
-        """Have a result in the store, or the turn to compute it. Never waits for another node.
-
-        A caller that cannot use a result calls this once more.
-        """
-        if self._find():
-            return Begun.FOUND
-        if self._connection is not None:
-            return Begun.OURS
-        is_ours, self._connection = self._results.claim(self._name)
-        if self._connection is not None and self._find():  # it came between the first look and the claim
-            return Begun.FOUND
-        self._began = time.monotonic()
-        return Begun.OURS if is_ours else Begun.ELSEWHERE
-
-    def _find(self) -> bool:
+    def look(self) -> bool:
+        """Have a result in the store, if the remote has one that was not found before."""
         is_here, record = self._results.find(self._name, self._lifetime)
         is_new = record is not None and record != self._refused
         self._refused = record
         return is_here and is_new
+
+    def begin(self, *, has_looked: bool = False) -> Begun:
+        """Have a result in the store, or the turn to compute it. Never waits for another node.
+
+        A caller that cannot use a result calls this once more.
+
+        Args:
+            has_looked: somebody has looked a moment ago, and found none.
+        """
+        if not has_looked and self.look():
+            return Begun.FOUND
+        if self._connection is not None:
+            return Begun.OURS
+        is_ours, self._connection = self._results.claim(self._name)
+        if self._connection is not None and self.look():  # it came between the first look and the claim
+            return Begun.FOUND
+        self._began = time.monotonic()
+        return Begun.OURS if is_ours else Begun.ELSEWHERE
 
     def bring(self) -> bool:
         """Have a result in the store: True. False means that this process is to compute it.

@@ -24,7 +24,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,8 @@ _VERSION = 1
 # result.
 _SHOWS_SIZE = 1 / 20
 
+# Blocks whose results are looked for ahead, if nodes share them.
+_BLOCKS_AHEAD = 4
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
 
@@ -141,6 +143,8 @@ class BlockRun:
         self.options = options
         self._temp_dir = temp_dir
         self._fresh = fresh
+        # Keys of blocks that were looked for a moment ago, and that no other node shares.
+        self._not_shared: set[str] = set()
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
@@ -180,7 +184,7 @@ class BlockRun:
         keys, first = _Keys(self._step), 0
         done: list[_Item] = []
         ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
-        with contextlib.closing(iter(ahead)) as blocks:
+        with contextlib.closing(self._look_ahead(iter(ahead), keys)) as blocks:
             for block in blocks:
                 item, rows = self._take(block, len(done), first, keys, maker)
                 done.append(item)
@@ -196,6 +200,31 @@ class BlockRun:
                 maker.note(item.number, result)
             results.append(result._replace(reused=result.key not in maker.made))
         return results
+
+    def _look_ahead(
+        self, blocks: Generator[SourceBlock, None, None], keys: _Keys
+    ) -> Generator[SourceBlock, None, None]:
+        """The blocks. Results that other nodes share are fetched some blocks ahead, side by side."""
+        if not self._store.is_shared or self._fresh or self._step.is_numbered:
+            yield from blocks
+            return
+        waiting: deque[tuple[SourceBlock, Future[None] | None]] = deque()
+        with contextlib.closing(blocks), ThreadPoolExecutor(_BLOCKS_AHEAD, "castore-shared") as pool:
+            for block in blocks:
+                # The keys of later blocks need the features of the first.
+                looks = pool.submit(self._look, keys.of(block, 0)) if keys.are_final else None
+                waiting.append((block, looks))
+                if looks is None or len(waiting) > _BLOCKS_AHEAD:
+                    yield _looked(*waiting.popleft())
+            while waiting:
+                yield _looked(*waiting.popleft())
+
+    def _look(self, digits: str) -> None:
+        """Have the result of a block here, if another node shares it."""
+        if find_result(self._store, digits) is None:
+            turn = self._store.share(name_of_result(digits), ttl=math.inf)
+            if turn is not None and not turn.look():
+                self._not_shared.add(digits)
 
     def _take(
         self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: _Maker
@@ -235,7 +264,9 @@ class BlockRun:
         try:
             found = find_result(self._store, digits)  # it may have been kept a moment ago
             turn = None if found is not None else self._store.share(name_of_result(digits), ttl=math.inf)
-            begun = Begun.OURS if turn is None else turn.begin()
+            has_looked = digits in self._not_shared
+            self._not_shared.discard(digits)
+            begun = Begun.OURS if turn is None else turn.begin(has_looked=has_looked)
             if begun is Begun.FOUND:
                 found, turn = find_result(self._store, digits), None
             if found is None and begun is not Begun.ELSEWHERE:
@@ -301,6 +332,12 @@ class BlockRun:
         """The features of the step's result, from the results of some of its blocks, at least one."""
         features = _with_rows(results)[0].features
         return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
+
+
+def _looked(block: SourceBlock, looks: Future[None] | None) -> SourceBlock:
+    if looks is not None:
+        looks.result()
+    return block
 
 
 class _Keys:
