@@ -8,6 +8,7 @@ pickles as its path and options.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import time
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import layout, stats, training
-from castore.errors import InvalidValueError, NotFoundError, RemoteWarning
+from castore.errors import (
+    CorruptError,
+    InvalidValueError,
+    MissingDependencyError,
+    NotFoundError,
+    RemoteWarning,
+    SerializationError,
+)
 from castore.gc import collect
 from castore.index import mounts, places
 from castore.index.transaction import Write
@@ -49,6 +57,8 @@ if TYPE_CHECKING:
     from castore.remote.remote import Remote
     from castore.remote.shared_results import SharedResults, Turn
     from castore.shm.shared_frames import SharedFrames
+
+log = logging.getLogger("castore")
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -720,7 +730,11 @@ class Store:
                 return value
             with self.share(key, ttl=ttl) or nullcontext() as turn:
                 while turn is not None and turn.bring():
-                    hit, value = self._load_valid(key, validate)
+                    try:
+                        hit, value = self._load_valid(key, validate)
+                    except (CorruptError, MissingDependencyError, SerializationError) as error:
+                        log.warning("the result of another node for %r is of no use here: %s", key, error)
+                        turn.decline()
                     if hit:
                         return value
                 value = compute()

@@ -126,6 +126,26 @@ def rm(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         print_json({"removed": name})
 
 
+@remote.command("forget")
+def forget(
+    context: typer.Context,
+    name: Name,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of computations.")],
+    as_json: AsJson = False,
+) -> None:
+    """Remove shared results, so that nodes compute them again. What stores keep of them is deleted by `rm`.
+
+    \b
+    castore remote forget team features/5f2c
+    """
+    with open_store(context) as store:
+        gone = store.remote(name).forget(*keys)
+    if as_json:
+        print_json({"forgotten": gone})
+    else:
+        typer.echo(f"{plural(gone, 'result')} forgotten")
+
+
 def _described(store: Store, name: str) -> dict[str, Any]:
     return store.remote(name).settings._asdict()
 

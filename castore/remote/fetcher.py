@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -53,6 +54,7 @@ from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.result_sharing import Answer, Offers, ResultSharing
+from castore.remote.shared_results import SILENT_SECONDS, lookup_timeout
 from castore.system.ballast import full_disk_error
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
@@ -97,15 +99,31 @@ _HANDOVER_SECONDS = 1.0
 
 
 class _Source:
-    """A remote, and how it does."""
+    """A remote, and how it does.
 
-    def __init__(self, parts: Parts, settings: RemoteSettings, pool: ThreadPoolExecutor) -> None:
+    Args:
+        parts: of the store.
+        settings: of the remote.
+        pool: for requests.
+        timeout: seconds after which a request without an answer is an error.
+        down_seconds: for which a remote that gave no answer is not asked again.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        settings: RemoteSettings,
+        pool: ThreadPoolExecutor,
+        timeout: float,
+        down_seconds: float,
+    ) -> None:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
-        patience = Patience.within(storage_timeout())
+        patience = Patience.within(timeout)
         self.bucket: Bucket = open_metered(
             settings.url, parts.usage, settings.requests, settings.rate, patience
         )
+        self._down_seconds = down_seconds
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
         self._answered = 0.0
@@ -140,7 +158,7 @@ class _Source:
             raise
         except RemoteUnreachableError as error:
             if self._answered < began:
-                self._down = time.monotonic() + _DOWN_SECONDS, str(error)
+                self._down = time.monotonic() + self._down_seconds, str(error)
             raise
         self._answered = time.monotonic()
         return done
@@ -206,15 +224,22 @@ class Fetcher:
         self._lock = threading.Lock()
         self._commit_lock = threading.Lock()
         self._kept = 0
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[tuple[str, bool], _Source] = {}
+        #: Tells this fetcher from the one before it.
+        self.id = uuid.uuid4().hex
         self._coming = _Coming()
 
-    def _source(self, name: str) -> _Source:
+    def _source(self, name: str, *, hurries: bool = False) -> _Source:
+        """A remote by its name; one that gives up soon, and for long, for work that could be done without."""
         settings = self._remotes.get(name)
         with self._lock:
-            source = self._sources.get(name)
+            source = self._sources.get((name, hurries))
             if source is None or source.settings != settings:
-                source = self._sources[name] = _Source(self._parts, settings, self._network)
+                patience = (
+                    (lookup_timeout(), SILENT_SECONDS) if hurries else (storage_timeout(), _DOWN_SECONDS)
+                )
+                source = _Source(self._parts, settings, self._network, *patience)
+                self._sources[name, hurries] = source
         source.check()
         return source
 
@@ -305,10 +330,10 @@ class Fetcher:
             source.require(blobs.have_dictionary, wanted, frames[0])
         return stored
 
-    def find_result(self, remote: str, name: str, lifetime: float | None) -> Answer:
+    def find_result(self, remote: str, name: str, lifetime: float | None, known: bytes | None) -> Answer:
         """See `ResultSharing.find`."""
-        source = self._source(remote)
-        return source.require(self._results(source).find, name, lifetime)
+        source = self._source(remote, hurries=True)
+        return source.require(self._results(source).find, name, lifetime, known)
 
     def keep_result(self, remote: str, row: list[Any]) -> bool:
         """See `ResultSharing.keep`."""
@@ -317,29 +342,33 @@ class Fetcher:
 
     def claim_result(self, remote: str, name: str) -> Claim | None:
         """Claim a computation; see `Claims.take`."""
-        source = self._source(remote)
+        source = self._source(remote, hurries=True)
+        source.require(
+            marker.check, source.bucket
+        )  # else claims might fill a folder that nothing is mounted on
         return source.require(source.claims.take, name)
 
     def offer_result(
         self, remote: str, name: str, refused: bytes | None, claim: Claim | None = None
-    ) -> list[str | None]:
-        """Begin `ResultSharing.offer`, and then release the claim; returns why an earlier one failed, or
-        None.
+    ) -> tuple[str, str | None]:
+        """Begin `ResultSharing.offer`, and then release the claim; returns this fetcher's id, and why an
+        earlier one failed, or None.
         """
         source = self._source(remote)
 
         def offer() -> None:
             try:
+                source.require(marker.check, source.bucket)
                 source.require(self._results(source).offer, name, refused)
             finally:
                 if claim is not None:
                     claim.release()
 
-        return [self._offers.begin(offer)]
+        return self.id, self._offers.begin(offer)
 
-    def finish_offers(self, seconds: float) -> tuple[int, str | None]:
-        """Wait for offers; see `Offers.wait`."""
-        return self._offers.wait(seconds)
+    def finish_offers(self, seconds: float) -> tuple[str, int, str | None]:
+        """Wait for offers; returns this fetcher's id, and the rest as `Offers.wait`."""
+        return self.id, *self._offers.wait(seconds)
 
     @property
     def is_offering(self) -> bool:

@@ -181,6 +181,26 @@ class Remote:
         found: list[str] = self._call("prepare", arguments)
         return found
 
+    def forget(self, *keys: str) -> int:
+        """Remove the shared results of computations, so that they are computed again.
+
+        Entries that stores have made of a result stay until they are deleted there.
+
+        Args:
+            keys: of the computations, as `Store.get_or_compute` takes them. ``cache_name`` of a function that
+                `Store.cached` decorates gives the key of a call.
+
+        Returns:
+            How many results were there.
+
+        Raises:
+            RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not delete.
+            InvalidNameError: nothing can have such a key.
+        """
+        if self.settings.read_only:
+            raise RemoteDeniedError(f"remote {self.name!r} was added with --read-only, so nothing is removed")
+        return sum(self._call("forget", {"keys": [check_name(key) for key in keys]}))
+
     def refs(self) -> list[str]:
         """The names of all refs, sorted."""
         found: list[str] = self._call("refs", {})

@@ -69,12 +69,13 @@ class ResultSharing:
         self._pool = pool
         self._commit = commit
 
-    def find(self, name: str, lifetime: float | None) -> Answer:
+    def find(self, name: str, lifetime: float | None, known: bytes | None = None) -> Answer:
         """Look for the result of a computation; a small one is in the store then.
 
         Args:
             name: key of the computation.
             lifetime: seconds after its computation for which a result is good; None for ever.
+            known: BLAKE3 of a record that is of no use to the caller, and counts as no result.
 
         Raises:
             RemoteError: the bucket cannot be used.
@@ -85,6 +86,8 @@ class ResultSharing:
         except RemoteMissingError:
             return Answer(False, None, None)
         token = digest_of(data)
+        if token == known:
+            return Answer(False, None, token)
         try:
             row, payload = decode_record(data, key)
             refuse_pickle(row, self._bucket)

@@ -12,13 +12,22 @@ import math
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from castore.errors import CorruptError, FullError, RemoteError, RemoteMissingError, TooLargeError
+from castore.errors import (
+    CorruptError,
+    FullError,
+    NotFoundError,
+    RemoteError,
+    RemoteMissingError,
+    StoreError,
+    TooLargeError,
+)
 from castore.parts import Parts
 from castore.remote.fetcher_client import FetcherClient, storage_timeout
 from castore.remote.remotes import Remotes, RemoteSettings
@@ -34,10 +43,37 @@ SILENT_SECONDS = 60.0
 WORTH_SECONDS = 0.5
 #: Seconds after which a node that waits for another one says so.
 TOLD_SECONDS = 30.0
+# Results that were offered and are remembered until the store is closed.
+_OFFERED = 10_000
+# What may be wrong with a remote, or with what the store knows of it, that ends no computation.
+_TROUBLE = (CorruptError, NotFoundError, RemoteError, StoreError)
 # Seconds between two looks for a result that another node computes.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 #: Seconds that the end of a store waits for results to be offered.
 CLOSE_SECONDS = 60.0
+
+
+class Found(NamedTuple):
+    """The outcome of a look for a result.
+
+    Attributes:
+        is_here: the result is in the store now.
+        record: digest of the remote's record; None for no record, or no answer.
+        is_bad: nobody can use the record: a new result is to replace it.
+    """
+
+    is_here: bool
+    record: bytes | None
+    is_bad: bool
+
+
+def lookup_timeout() -> float:
+    """Seconds within which a remote says whether it has a result.
+
+    Raises:
+        InvalidValueError: the variable that shortens them makes no sense.
+    """
+    return min(LOOKUP_SECONDS - 1.0, storage_timeout())
 
 
 class SharedResults:
@@ -55,9 +91,14 @@ class SharedResults:
         self._remote = remote
         self._fetcher = FetcherClient(parts.path)
         self._silent_until = 0.0
-        self._has_offered = False
+        # By which fetcher each result was offered.
+        self._offered: deque[tuple[str, str]] = deque(maxlen=_OFFERED)
+        reset_after_fork(self)
         # How long the last computation below each folder of names took.
         self._seconds: dict[str, float] = {}
+
+    def _after_fork(self) -> None:
+        self._offered.clear()  # those are the parent's to wait for
 
     @cached_property
     def _settings(self) -> RemoteSettings:
@@ -72,19 +113,36 @@ class SharedResults:
         """
         return Turn(self, name, lifetime)
 
-    def find(self, name: str, lifetime: float | None) -> tuple[bool, bytes | None]:
+    def find(self, name: str, lifetime: float | None, known: bytes | None) -> Found:
         """Have the result of a computation in the store, if the remote has a good one.
 
-        Returns:
-            Whether it is there now, and a digest of the remote's record; None for no record.
+        Args:
+            name: key of the computation.
+            lifetime: seconds after its computation for which a result is good; None for ever.
+            known: digest of a record that is of no use.
         """
-        found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime)
+        try:
+            found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime, known=known)
+        except (FullError, TooLargeError) as error:
+            log.warning("a result in remote %r cannot be kept: %s", self._remote, error)
+            return Found(False, None, False)
         if found is None:
-            return False, None
+            return Found(False, None, False)
         is_here, row, record = found
-        if row is not None:
-            is_here = self._ask(self._fetcher.call, "keep_result", is_short=False, row=row) is not None
-        return is_here, record
+        if row is None:
+            return Found(is_here, record, not is_here)
+        try:
+            self._fetcher.call("keep_result", remote=self._remote, row=row)
+        except (CorruptError, RemoteMissingError) as error:
+            log.warning("a result in remote %r is computed again: %s", self._remote, error)
+            return Found(False, record, True)
+        except (FullError, TooLargeError) as error:
+            log.warning("a result in remote %r cannot be kept: %s", self._remote, error)
+            return Found(False, record, False)
+        except _TROUBLE as error:
+            self._leave_alone(error)
+            return Found(False, record, False)
+        return Found(True, record, False)
 
     def claim(self, name: str) -> tuple[bool, socket.socket | None]:
         """Claim a computation, so that other nodes wait for its result.
@@ -119,27 +177,24 @@ class SharedResults:
         if begun is None and claim is not None:  # the fetcher that held the claim was killed
             begun = self._ask(self._fetcher.call, "offer_result", name=name, refused=refused)
         if begun is not None:
-            self._has_offered = True
-            self._tell(*begun)
+            fetcher, failure = begun
+            self._offered.append((fetcher, name))
+            self._tell(failure)
 
-    def _ask(self, call: Callable[..., Any], do: str, *, is_short: bool = True, **fields: Any) -> Any:
-        """A request to the fetcher; None if there is no answer, or if none is to be expected.
-
-        A remote that gives no answer is asked nothing for a while.
-        """
+    def _ask(self, call: Callable[..., Any], do: str, **fields: Any) -> Any:
+        """A request to the fetcher; None if there is no answer, or if none is to be expected."""
+        known = self._settings  # an error if the store has never known the remote
         if time.monotonic() < self._silent_until:
             return None
         try:
-            timeout = min(LOOKUP_SECONDS, storage_timeout()) if is_short else None
-            return call(do, timeout=timeout, remote=self._remote, **fields)
-        except (CorruptError, FullError, RemoteMissingError, TooLargeError) as error:
-            log.warning("a result in remote %r is not used: %s", self._remote, error)
-        except RemoteError as error:
-            self._silent_until = time.monotonic() + SILENT_SECONDS
-            log.warning(
-                "remote %r is not asked for results for %g s: %s", self._remote, SILENT_SECONDS, error
-            )
+            return call(do, timeout=lookup_timeout() + 1.0, remote=known.name, **fields)
+        except _TROUBLE as error:
+            self._leave_alone(error)
         return None
+
+    def _leave_alone(self, error: Exception) -> None:
+        self._silent_until = time.monotonic() + SILENT_SECONDS
+        log.warning("remote %r is not asked for results for %g s: %s", self._remote, SILENT_SECONDS, error)
 
     def _is_quick(self, name: str) -> bool:
         """Whether computations beside this one took less time than claiming them."""
@@ -147,14 +202,20 @@ class SharedResults:
 
     def close(self) -> None:
         """Wait until results that were offered are in the remote, for at most `CLOSE_SECONDS`."""
-        if not self._has_offered:
+        offered, self._offered = self._offered, deque(maxlen=_OFFERED)
+        if not offered:
             return
-        self._has_offered = False
+        until = time.monotonic() + CLOSE_SECONDS
         try:
-            left, failure = self._fetcher.call(
-                "finish_offers", timeout=CLOSE_SECONDS + LOOKUP_SECONDS, seconds=CLOSE_SECONDS
-            )
-        except RemoteError as error:
+            fetcher, left, failure = self._finish(until)
+            # A fetcher that was killed may not have come to them. To offer a result twice does no harm.
+            if again := {name for by, name in offered if by != fetcher}:
+                for name in again:
+                    self._fetcher.call(
+                        "offer_result", timeout=LOOKUP_SECONDS, remote=self._remote, name=name, refused=None
+                    )
+                fetcher, left, failure = self._finish(until)
+        except _TROUBLE as error:
             log.warning("results may not have come into remote %r: %s", self._remote, error)
             return
         self._tell(failure)
@@ -164,6 +225,14 @@ class SharedResults:
                 left,
                 self._remote,
             )
+
+    def _finish(self, until: float) -> tuple[str, int, str | None]:
+        """Wait for offers; returns the fetcher's id, how many are under way, and why one failed."""
+        seconds = max(until - time.monotonic(), 0.0)
+        fetcher, left, failure = self._fetcher.call(
+            "finish_offers", timeout=seconds + 1.0, seconds=max(seconds - 1.0, 0.0)
+        )
+        return fetcher, left, failure
 
     def _tell(self, failure: str | None) -> None:
         if failure is not None:
@@ -190,6 +259,7 @@ class Turn(AbstractContextManager["Turn"]):
         self._results = results
         self._name = name
         self._lifetime = lifetime
+        self._known: bytes | None = None
         self._refused: bytes | None = None
         self._connection: socket.socket | None = None
         self._began = 0.0
@@ -200,10 +270,15 @@ class Turn(AbstractContextManager["Turn"]):
 
     def look(self) -> bool:
         """Have a result in the store, if the remote has one that was not found before."""
-        is_here, record = self._results.find(self._name, self._lifetime)
-        is_new = record is not None and record != self._refused
-        self._refused = record
-        return is_here and is_new
+        found = self._results.find(self._name, self._lifetime, self._known)
+        if found.record != self._known:
+            # A result that the caller cannot use either is one to replace: see `decline`.
+            self._known, self._refused = found.record, found.record if found.is_bad or found.is_here else None
+        return found.is_here
+
+    def decline(self) -> None:
+        """The result that was found is good, and of no use here: it is not to be replaced."""
+        self._refused = None
 
     def begin(self, *, has_looked: bool = False) -> Begun:
         """Have a result in the store, or the turn to compute it. Never waits for another node.

@@ -121,6 +121,13 @@ class _Call:
             **options,
         )._asdict()
 
+    def forget(self, keys: list[str]) -> list[bool]:
+        from castore.remote.keys import result_key
+
+        there = [self.bucket.size(result_key(key)) is not None for key in keys]
+        self.bucket.delete(map(result_key, keys))
+        return there
+
     def refs(self) -> list[str]:
         return commits.list_refs(self.bucket)
 

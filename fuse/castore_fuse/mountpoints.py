@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ FSTYPE = "fuse.castore"
 _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
 # Seconds after which a mount counts as hung.
 _HUNG_SECONDS = 5.0
+# Seconds for which a mount is busy without a process that can be seen to use it, until that is an error.
+_BUSY_SECONDS = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -115,14 +118,30 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
         lazy: unmount even while files are open; they work as long as the daemon does.
         dead: the daemon is gone: `lazy`, and requests that still wait get an error (as root only).
 
+    A process that only looks at the mount uses it for a moment: without a process that can be seen to use it,
+    a mount that is busy is tried again for a second.
+
     Raises:
         BusyError: processes use files in it; the message names them.
         MountError: any other failure, with the reason that the kernel or fusermount3 gives.
     """
-    lazy = lazy or dead
+    until = time.monotonic() + _BUSY_SECONDS
+    while not _try_to_detach(mountpoint, lazy=lazy or dead, dead=dead):
+        users = holders(mountpoint)
+        if users or time.monotonic() > until:
+            raise BusyError(_busy_message(mountpoint, users))
+        time.sleep(_BUSY_SECONDS / 20)
+
+
+def _try_to_detach(mountpoint: Path, *, lazy: bool, dead: bool) -> bool:
+    """Unmount; False if the mount is busy.
+
+    Raises:
+        MountError: any other failure.
+    """
     flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0) | (_MNT_FORCE if dead else 0)
     if _libc.umount2(os.fsencode(mountpoint), flags) == 0:
-        return
+        return True
     error = ctypes.get_errno()
     reason = os.strerror(error)
     if error == errno.EPERM:
@@ -135,16 +154,16 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
             command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=english
         )
         if done.returncode == 0:
-            return
+            return True
         reason = done.stderr.strip() or f"fusermount3 exited with {done.returncode}"
         error = errno.EBUSY if "busy" in reason else error
     if error == errno.EBUSY:
-        raise BusyError(_busy_message(mountpoint))
+        return False
     raise MountError(f"cannot unmount {mountpoint}: {reason}")
 
 
-def _busy_message(mountpoint: Path) -> str:
-    named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders(mountpoint)]
+def _busy_message(mountpoint: Path, holders: list[Holder]) -> str:
+    named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders]
     users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
     return (
         f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder "

@@ -6,9 +6,11 @@ remote.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -307,6 +309,58 @@ def test_the_first_of_two_results_is_kept(nodes: Nodes) -> None:
     assert nodes.node("third").get_or_compute("a", nodes.compute(3)) == 1
 
 
+CONF = """
+import dataclasses
+
+@dataclasses.dataclass
+class Conf:
+    {fields}: int
+"""
+
+
+@pytest.mark.parametrize("there", ["not imported", "with other fields"])
+def test_a_result_that_this_node_cannot_load_is_computed_here_and_stays_for_others(
+    nodes: Nodes, there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"conf_of_{uuid.uuid4().hex}"
+    (nodes.folder / f"{name}.py").write_text(CONF.format(fields="x"))
+    monkeypatch.syspath_prepend(nodes.folder)
+    with nodes.node("first") as first:
+        first.get_or_compute("a", nodes.compute(importlib.import_module(name).Conf(7)))
+    record = nodes.bucket.get(result_key("a")).data
+    monkeypatch.delitem(sys.modules, name)
+    if there == "with other fields":
+        (nodes.folder / f"{name}.py").write_text(CONF.format(fields="other"))
+        importlib.invalidate_caches()
+        sys.modules.pop(name, None)
+        importlib.import_module(name)
+    with nodes.node("second") as second:
+        assert second.get_or_compute("a", nodes.compute("mine")) == "mine"
+        assert second.load("a") == "mine"
+    assert nodes.bucket.get(result_key("a")).data == record
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_result_for_which_a_node_has_no_room_stays_for_others(nodes: Nodes) -> None:
+    with nodes.node("first") as first:
+        first.get_or_compute("a", nodes.compute(noise(3 << 20)))
+    Store(nodes.folder / "small", max_size="1MB").close()
+    with Store(nodes.folder / "small") as small:
+        know(small, "team", nodes.url)
+    with nodes.node("small") as small:
+        assert small.get_or_compute("a", nodes.compute(b"x")) == b"x"
+    assert nodes.node("third").get_or_compute("a", nodes.compute(None)) == noise(3 << 20)
+
+
+def test_a_forgotten_result_is_computed_again(nodes: Nodes) -> None:
+    with nodes.node("first") as first:
+        first.get_or_compute("a", nodes.compute("bad"))
+        assert first.remote("team").forget("a", "b") == 1
+        first.delete("a")
+        assert first.get_or_compute("a", nodes.compute("good")) == "good"
+    assert nodes.node("second").get_or_compute("a", nodes.compute(None)) == "good"
+
+
 # --- trouble --------------------------------------------------------------------------------------
 
 
@@ -374,6 +428,55 @@ def test_a_fetcher_that_is_killed_while_a_node_computes_loses_no_offer(nodes: No
 
         assert first.get_or_compute("a", compute) == 1
     assert nodes.node("other").get_or_compute("a", nodes.compute(2)) == 1
+
+
+def test_what_a_killed_fetcher_has_not_offered_is_offered_at_the_end(nodes: Nodes) -> None:
+    first = nodes.node("first")
+    for number in range(5):
+        first.get_or_compute(f"a/{number}", nodes.compute(number))
+    end_fetcher(first)
+    nodes.bucket.delete([one.key for one in nodes.bucket.listing("keys/")])
+    first.close()
+    other = nodes.node("other")
+    assert [other.get_or_compute(f"a/{number}", nodes.compute(None)) for number in range(5)] == list(range(5))
+
+
+def test_a_remote_that_is_removed_meanwhile_ends_no_computation(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = nodes.node("first")
+    assert first.get_or_compute("a", nodes.compute(1)) == 1
+    first.remove_remote("team")
+    with caplog.at_level(logging.WARNING, "castore"):
+        assert first.get_or_compute("b", nodes.compute(2)) == 2
+    assert "is not asked for results" in caplog.text
+
+
+def test_nothing_is_written_to_a_folder_whose_file_system_is_gone(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = nodes.node("first")
+    assert first.get_or_compute("a/0", nodes.compute(1)) == 1
+    (nodes.folder / "bucket").rename(nodes.folder / "elsewhere")
+    (nodes.folder / "bucket").mkdir()
+    with caplog.at_level(logging.WARNING, "castore"):
+        assert first.get_or_compute("a/1", nodes.compute(2)) == 2
+        assert first.get_or_compute("b/0", nodes.compute(2)) == 2
+        first.close()
+    assert [path for path in (nodes.folder / "bucket").rglob("*") if path.is_file()] == []
+    assert "is its file system mounted?" in caplog.text
+
+
+def test_another_process_of_the_node_waits_no_second_time(shared: Nodes, seaweedfs: Place) -> None:
+    with behind_a_proxy(shared, seaweedfs) as link:
+        node = shared.node("other")
+        node.get_or_compute("again/before", shared.compute(0))
+        link.inject(answer(403), 1000)
+        node.get_or_compute("again/0", shared.compute(0))
+        seen = len(link.seen)
+        with Store(node.path, remote="team") as second:
+            second.get_or_compute("again/1", shared.compute(1))
+        assert len(link.seen) <= seen + 2
 
 
 def test_an_error_of_the_computation_releases_the_claim(nodes: Nodes) -> None:

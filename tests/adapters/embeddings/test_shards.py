@@ -312,10 +312,11 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
             if thread.name == "castore-populate":
                 thread.join(60)
         assert torch.equal(cache.get([4999]), vectors([4999]))
-        return mapped() >= size
+        return mapped() >= size / 2
 
-    assert mapped() < size
-    # A kernel that is short of memory, or that reclaims what looks cold (DAMON), may be faster than a look.
+    assert mapped() < size / 2
+    # A kernel that is short of memory, or that reclaims what looks cold (DAMON), may be faster than a look. It
+    # takes a part at a time.
     assert any(is_brought() for _ in range(20))
 
 
