@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from castore.remote.remote import Remote
     from castore.remote.remotes import RemoteSettings
+    from castore.remote.shared_results import SharedTurn
     from castore.repair.verify import Finding, Report
     from castore.serialize.kinds import register_type
     from castore.settings import Settings
@@ -122,6 +123,7 @@ __all__ = [
     "SerializationError",
     "Settings",
     "SharedFrames",
+    "SharedTurn",
     "SlotError",
     "Stat",
     "Store",
@@ -169,6 +171,7 @@ _MODULES = {
     "Rewritten": "training",
     "Settings": "settings",
     "SharedFrames": "shm.shared_frames",
+    "SharedTurn": "remote.shared_results",
     "Stat": "stats",
     "Store": "store",
     "SupportsRead": "write.putter",

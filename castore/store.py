@@ -55,7 +55,7 @@ from castore.write.putter import Putter, SupportsRead
 if TYPE_CHECKING:
     from castore.remote.outcomes import Progress, Pulled, Pushed
     from castore.remote.remote import Remote
-    from castore.remote.shared_results import SharedResults, Turn
+    from castore.remote.shared_results import SharedResults, SharedTurn
     from castore.shm.shared_frames import SharedFrames
 
 log = logging.getLogger("castore")
@@ -122,7 +122,7 @@ class Store:
     A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
     ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
     ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
-    ``has_dictionary``, ``counters``, ``require_writable``, ``is_shared``, ``share`` and ``tree``.
+    ``has_dictionary``, ``counters``, ``is_shared``, ``share``, ``require_writable`` and ``tree``.
     The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
 
     Attributes:
@@ -1448,15 +1448,21 @@ class Store:
         """Whether the results of computations are shared over a ``remote``."""
         return self._shared is not None
 
-    def share(self, name: str, *, ttl: float | str | None = None) -> Turn | None:
+    def share(self, name: str, *, ttl: float | str | None = None) -> SharedTurn | None:
         """This process's turn to find an entry over the store's ``remote``, or to compute and offer it; None
         for a store without a ``remote``. The caller holds a lock of the name.
 
         Args:
             name: of the entry, which covers all that its bytes depend on.
             ttl: seconds after its computation for which an entry is good; default the store's.
+
+        Raises:
+            InvalidNameError: nothing can have that name.
+            InvalidValueError: ``ttl`` makes no sense.
         """
-        return None if self._shared is None else self._shared.turn(name, self._putter.seconds(ttl))
+        check_name(name)
+        seconds = self._putter.seconds(ttl)
+        return None if self._shared is None else self._shared.turn(name, seconds)
 
     def require_writable(self) -> None:
         """Check that this user can change the store.

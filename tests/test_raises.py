@@ -225,6 +225,10 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
     "remove_blobs": {"InvalidValueError": [lambda s: s.remove_blobs(["no"]), lambda s: s.remove_blobs(5)]},
     "count_use": {"InvalidNameError": [lambda s: s.count_use("..")]},
     "has_dictionary": {"InvalidNameError": [lambda s: s.has_dictionary("..")]},
+    "share": {
+        "InvalidNameError": [lambda s: s.share("..")],
+        "InvalidValueError": [lambda s: s.share("a", ttl="no")],
+    },
 }
 
 #: The same of a batch: the block ends after the call. `_ended` ends it before.

@@ -133,7 +133,7 @@ def forget(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys of computations.")],
     as_json: AsJson = False,
 ) -> None:
-    """Remove shared results, so that nodes compute them again. What stores keep of them is deleted by `rm`.
+    """Remove shared results, so that nodes compute them again. Entries in stores stay: see `castore rm`.
 
     \b
     castore remote forget team features/5f2c

@@ -15,9 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from enum import Enum
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from castore.errors import (
     CorruptError,
@@ -45,7 +44,7 @@ WORTH_SECONDS = 0.5
 TOLD_SECONDS = 30.0
 # Results that were offered and are remembered until the store is closed.
 _OFFERED = 10_000
-# What may be wrong with a remote, or with what the store knows of it, that ends no computation.
+# Errors of a remote, and of the store's knowledge of it. They end no computation.
 _TROUBLE = (CorruptError, NotFoundError, RemoteError, StoreError)
 # Seconds between two looks for a result that another node computes.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
@@ -104,14 +103,16 @@ class SharedResults:
     def _settings(self) -> RemoteSettings:
         return Remotes(self._parts.path, self._parts.settings).get(self._remote)
 
-    def turn(self, name: str, lifetime: float | None) -> Turn:
+    def turn(self, name: str, lifetime: float | None) -> SharedTurn:
         """This process's turn to find or compute a result. Others on this machine wait for it meanwhile.
 
         Args:
             name: key of the computation.
             lifetime: seconds after its computation for which a result is good; None for ever.
         """
-        return Turn(self, name, lifetime)
+        return SharedTurn(
+            name, partial(self.find, name, lifetime), partial(self.claim, name), partial(self.offer, name)
+        )
 
     def find(self, name: str, lifetime: float | None, known: bytes | None) -> Found:
         """Have the result of a computation in the store, if the remote has a good one.
@@ -239,26 +240,25 @@ class SharedResults:
             log.warning("a result could not be offered to remote %r: %s", self._remote, failure)
 
 
-class Begun(Enum):
-    """How a turn begins."""
-
-    FOUND = "the result is in the store"
-    OURS = "this process is to compute it"
-    ELSEWHERE = "another node computes it"
-
-
-class Turn(AbstractContextManager["Turn"]):
-    """One process's turn at one computation. `SharedResults.turn` makes it.
+class SharedTurn(AbstractContextManager["SharedTurn"]):
+    """One process's turn at a computation whose result stores share. `Store.share` makes it; a context.
 
     Args:
-        results: of the store.
-        name, lifetime: as for `SharedResults.turn`.
+        name: key of the computation.
+        find: looks for a result, given a record that is of no use.
+        claim: claims the computation.
+        offer: has the result uploaded.
     """
 
-    def __init__(self, results: SharedResults, name: str, lifetime: float | None) -> None:
-        self._results = results
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[bytes | None], Any],
+        claim: Callable[[], tuple[bool, socket.socket | None]],
+        offer: Callable[[bytes | None, socket.socket | None, float], None],
+    ) -> None:
         self._name = name
-        self._lifetime = lifetime
+        self._find, self._claim, self._offer = find, claim, offer
         self._known: bytes | None = None
         self._refused: bytes | None = None
         self._connection: socket.socket | None = None
@@ -270,7 +270,7 @@ class Turn(AbstractContextManager["Turn"]):
 
     def look(self) -> bool:
         """Have a result in the store, if the remote has one that was not found before."""
-        found = self._results.find(self._name, self._lifetime, self._known)
+        found: Found = self._find(self._known)
         if found.record != self._known:
             # A result that the caller cannot use either is one to replace: see `decline`.
             self._known, self._refused = found.record, found.record if found.is_bad or found.is_here else None
@@ -280,23 +280,27 @@ class Turn(AbstractContextManager["Turn"]):
         """The result that was found is good, and of no use here: it is not to be replaced."""
         self._refused = None
 
-    def begin(self, *, has_looked: bool = False) -> Begun:
+    def begin(self, *, has_looked: bool = False) -> Literal["found", "ours", "elsewhere"]:
         """Have a result in the store, or the turn to compute it. Never waits for another node.
 
         A caller that cannot use a result calls this once more.
 
         Args:
             has_looked: somebody has looked a moment ago, and found none.
+
+        Returns:
+            ``"found"``: it is in the store now. ``"ours"``: this process is to compute it. ``"elsewhere"``:
+            another node computes it.
         """
         if not has_looked and self.look():
-            return Begun.FOUND
+            return "found"
         if self._connection is not None:
-            return Begun.OURS
-        is_ours, self._connection = self._results.claim(self._name)
+            return "ours"
+        is_ours, self._connection = self._claim()
         if self._connection is not None and self.look():  # it came between the first look and the claim
-            return Begun.FOUND
+            return "found"
         self._began = time.monotonic()
-        return Begun.OURS if is_ours else Begun.ELSEWHERE
+        return "ours" if is_ours else "elsewhere"
 
     def bring(self) -> bool:
         """Have a result in the store: True. False means that this process is to compute it.
@@ -304,18 +308,18 @@ class Turn(AbstractContextManager["Turn"]):
         Waits while another node computes it. A caller that cannot use the result calls this once more.
         """
         pause, told = _SHORTEST_PAUSE, time.monotonic() + TOLD_SECONDS
-        while (begun := self.begin()) is Begun.ELSEWHERE:
+        while (begun := self.begin()) == "elsewhere":
             if time.monotonic() > told:
                 log.warning("%r is computed by another node; this one waits for its result", self._name)
                 told = math.inf
             time.sleep(pause * (1 + random.random()))  # noqa: S311
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return begun is Begun.FOUND
+        return begun == "found"
 
     def offer(self) -> None:
         """Offer the result, which is in the store now."""
         seconds = time.monotonic() - self._began
-        self._results.offer(self._name, self._refused, self._connection, seconds)
+        self._offer(self._refused, self._connection, seconds)
 
     def end(self) -> None:
         """Let others compute, unless a result was offered."""

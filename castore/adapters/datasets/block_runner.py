@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 import datasets
 import pyarrow as pa
 
+from castore import SharedTurn
 from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_entries import (
     NO_ROOM,
@@ -62,7 +63,6 @@ from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, sour
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
-from castore.remote.shared_results import Begun, Turn
 from castore.store import Store
 
 _VERSION = 1
@@ -93,7 +93,7 @@ class _Claim:
         turn: ends the one for other nodes; None if results are not shared.
     """
 
-    def __init__(self, release: Callable[[], None], turn: Turn | None = None) -> None:
+    def __init__(self, release: Callable[[], None], turn: SharedTurn | None = None) -> None:
         self._release = release
         self._turn = turn
 
@@ -266,10 +266,10 @@ class BlockRun:
             turn = None if found is not None else self._store.share(name_of_result(digits), ttl=math.inf)
             has_looked = digits in self._not_shared
             self._not_shared.discard(digits)
-            begun = Begun.OURS if turn is None else turn.begin(has_looked=has_looked)
-            if begun is Begun.FOUND:
+            begun = "ours" if turn is None else turn.begin(has_looked=has_looked)
+            if begun == "found":
                 found, turn = find_result(self._store, digits), None
-            if found is None and begun is not Begun.ELSEWHERE:
+            if found is None and begun != "elsewhere":
                 return _Claim(release, turn)
         except BaseException:
             release()

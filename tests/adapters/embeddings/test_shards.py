@@ -315,8 +315,8 @@ def test_a_resident_cache_brings_its_rows_into_memory(store: Store) -> None:
         return mapped() >= size / 2
 
     assert mapped() < size / 2
-    # A kernel that is short of memory, or that reclaims what looks cold (DAMON), may be faster than a look. It
-    # takes a part at a time.
+    # A kernel that is short of memory, or that reclaims what looks cold (DAMON), may be faster than
+    # a look, and takes a part.
     assert any(is_brought() for _ in range(20))
 
 
