@@ -147,7 +147,10 @@ class ResultSharing:
         entry = self._parts.index.entry(name)
         if entry is None or entry.away or entry.serializer == "pickle":
             return  # evicted meanwhile, or nobody would take it
-        record = self._inline(entry) if entry.stored <= INLINE_BYTES else self._upload(entry)
+        if entry.stored <= INLINE_BYTES:
+            record = self._inline(entry)
+        else:
+            record = self._upload(entry, self._object_of(name, refused))
         if record is not None:
             self._write(encode_record(record), result_key(name), refused)
 
@@ -166,11 +169,21 @@ class ResultSharing:
         place = Place(digest_of(payload), 0, len(payload), blob.codec, b"".join(frames))
         return Record(row_of(entry, place), payload)
 
-    def _upload(self, entry: Entry) -> Record:
+    def _object_of(self, name: str, refused: bytes | None) -> frozenset[bytes]:
+        """The object of a refused record, which may be damaged: it is not counted on."""
+        key = result_key(name)
+        try:
+            data = b"" if refused is None else self._bucket.get(key).data
+            found = decode_record(data, key).row.place.object if digest_of(data) == refused else None
+        except (CorruptError, RemoteMissingError):
+            found = None
+        return frozenset() if found is None else frozenset([found])
+
+    def _upload(self, entry: Entry, bad: frozenset[bytes]) -> Record:
         for _ in range(_ATTEMPTS):
             guard = Guard(self._bucket)
             sender = Sender(
-                self._parts, self._bucket, self._pool, frozenset(), guard, self._remote, lambda done, of: None
+                self._parts, self._bucket, self._pool, bad, guard, self._remote, lambda done, of: None
             )
             [(_, row)] = sender.send([(entry.name, entry)], None)
             assert row is not None, "an entry has a row"

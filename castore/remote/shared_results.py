@@ -52,7 +52,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 CLOSE_SECONDS = 60.0
 
 
-class Found(NamedTuple):
+class _Look(NamedTuple):
     """The outcome of a look for a result.
 
     Attributes:
@@ -114,7 +114,7 @@ class SharedResults:
             name, partial(self.find, name, lifetime), partial(self.claim, name), partial(self.offer, name)
         )
 
-    def find(self, name: str, lifetime: float | None, known: bytes | None) -> Found:
+    def find(self, name: str, lifetime: float | None, known: bytes | None) -> _Look:
         """Have the result of a computation in the store, if the remote has a good one.
 
         Args:
@@ -126,24 +126,24 @@ class SharedResults:
             found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime, known=known)
         except (FullError, TooLargeError) as error:
             log.warning("a result in remote %r cannot be kept: %s", self._remote, error)
-            return Found(False, None, False)
+            return _Look(False, None, False)
         if found is None:
-            return Found(False, None, False)
+            return _Look(False, None, False)
         is_here, row, record = found
         if row is None:
-            return Found(is_here, record, not is_here)
+            return _Look(is_here, record, not is_here)
         try:
             self._fetcher.call("keep_result", remote=self._remote, row=row)
         except (CorruptError, RemoteMissingError) as error:
             log.warning("a result in remote %r is computed again: %s", self._remote, error)
-            return Found(False, record, True)
+            return _Look(False, record, True)
         except (FullError, TooLargeError) as error:
             log.warning("a result in remote %r cannot be kept: %s", self._remote, error)
-            return Found(False, record, False)
+            return _Look(False, record, False)
         except _TROUBLE as error:
             self._leave_alone(error)
-            return Found(False, record, False)
-        return Found(True, record, False)
+            return _Look(False, record, False)
+        return _Look(True, record, False)
 
     def claim(self, name: str) -> tuple[bool, socket.socket | None]:
         """Claim a computation, so that other nodes wait for its result.
@@ -270,7 +270,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
 
     def look(self) -> bool:
         """Have a result in the store, if the remote has one that was not found before."""
-        found: Found = self._find(self._known)
+        found: _Look = self._find(self._known)
         if found.record != self._known:
             # A result that the caller cannot use either is one to replace: see `decline`.
             self._known, self._refused = found.record, found.record if found.is_bad or found.is_here else None
