@@ -44,6 +44,8 @@ class RemoteUse(NamedTuple):
         errors: requests that failed in the end, after all retries.
         retries: further tries of requests that the storage did not answer, or refused for a while. Those of
             parts of an upload are not counted.
+        found: results of computations that came from a remote, so that they were not computed here.
+        offered: results that were computed here and offered to other stores.
         seconds: that all requests took, added up.
     """
 
@@ -55,6 +57,8 @@ class RemoteUse(NamedTuple):
     sent: int
     errors: int
     retries: int
+    found: int
+    offered: int
     seconds: float
 
     @property

@@ -58,4 +58,6 @@ def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
     yield "remote_bytes_total", "counter", "Bytes from and to remotes.", sizes
     yield "remote_errors_total", "counter", "Requests to remotes that failed.", {"": remotes.errors}
     yield "remote_retries_total", "counter", "Further tries of requests to remotes.", {"": remotes.retries}
+    results = {',kind="found"': remotes.found, ',kind="offered"': remotes.offered}
+    yield "remote_results_total", "counter", "Results of computations from and to remotes.", results
     yield "remote_request_seconds_total", "counter", "Time of all requests added up.", {"": remotes.seconds}

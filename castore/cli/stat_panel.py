@@ -85,6 +85,9 @@ def _use(stat: Stat) -> _Section:
     section = [("reads", reads), ("evicted", _bold(f"{stat.evictions:,}", " entries so far"))]
     if stat.remotes.requests:
         section.append(("remotes", _remotes(stat.remotes)))
+    if stat.remotes.found + stat.remotes.offered:
+        pieces = f"{stat.remotes.found:,}", " found in remotes, ", f"{stat.remotes.offered:,}", " offered"
+        section.append(("results", _bold(*pieces)))
     if stat.corrupt:
         section.append(
             ("damaged", Text(f"{stat.corrupt:,} blobs so far; `castore verify` tells more", "red"))

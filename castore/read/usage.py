@@ -19,7 +19,8 @@ from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
 
-#: Counters of requests to remotes, their bytes, the errors and retries among them, and the time they took.
+#: Counters of requests to remotes, their bytes, the errors and retries among them, results that were found in
+#: remotes and offered to them, and the time of all requests.
 REMOTE_COUNTERS = tuple(
     f"remote_{name}"
     for name in (
@@ -31,6 +32,8 @@ REMOTE_COUNTERS = tuple(
         "sent",
         "errors",
         "retries",
+        "found",
+        "offered",
         "microseconds",
     )
 )

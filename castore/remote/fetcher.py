@@ -38,7 +38,7 @@ from castore.index import places
 from castore.parts import Parts
 from castore.records import DIGEST_SIZE, EntrySpec
 from castore.remote import commits, marker, page_trim
-from castore.remote.bucket import Bucket, Patience
+from castore.remote.bucket import Patience
 from castore.remote.claims import Claim, Claims
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
@@ -120,9 +120,7 @@ class _Source:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
         patience = Patience.within(timeout)
-        self.bucket: Bucket = open_metered(
-            settings.url, parts.usage, settings.requests, settings.rate, patience
-        )
+        self.bucket = open_metered(settings.url, parts.usage, settings.requests, settings.rate, patience)
         self._down_seconds = down_seconds
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
@@ -333,12 +331,15 @@ class Fetcher:
     def find_result(self, remote: str, name: str, lifetime: float | None, known: bytes | None) -> Answer:
         """See `ResultSharing.find`."""
         source = self._source(remote, hurries=True)
-        return source.require(self._results(source).find, name, lifetime, known)
+        answer = source.require(self._results(source).find, name, lifetime, known)
+        source.bucket.count(found=int(answer.is_here))
+        return answer
 
-    def keep_result(self, remote: str, row: list[Any]) -> bool:
+    def keep_result(self, remote: str, row: list[Any]) -> None:
         """See `ResultSharing.keep`."""
         source = self._source(remote)
-        return source.require(self._results(source).keep, _row(row))
+        source.require(self._results(source).keep, _row(row))
+        source.bucket.count(found=1)
 
     def claim_result(self, remote: str, name: str) -> Claim | None:
         """Claim a computation; see `Claims.take`."""
@@ -360,6 +361,7 @@ class Fetcher:
             try:
                 source.require(marker.check, source.bucket)
                 source.require(self._results(source).offer, name, refused)
+                source.bucket.count(offered=1)
             finally:
                 if claim is not None:
                     claim.release()

@@ -107,8 +107,8 @@ class ResultSharing:
         self._commit([(_spec(row), staged)])
         return Answer(True, None, token)
 
-    def keep(self, row: Row) -> bool:
-        """Fetch the bytes of a result that `find` gave, and have it in the store: True.
+    def keep(self, row: Row) -> None:
+        """Fetch the bytes of a result that `find` gave, and have it in the store.
 
         Raises:
             CorruptError: the bytes are damaged.
@@ -126,12 +126,11 @@ class ResultSharing:
         if known is not None:
             with suppress(Vanished):  # evicted meanwhile: the bytes are fetched
                 self._commit([(_spec(row), known)])
-                return True
+                return
         blobs = BlobFetcher(self._parts, self._bucket, self._pool)
         with closing(blobs.staged({row.digest: row})) as coming:
             for _, staged in coming:
                 self._commit([(_spec(row), staged)])
-        return True
 
     def offer(self, name: str, refused: bytes | None) -> None:
         """Have a result of the store in the bucket, unless another one is there.

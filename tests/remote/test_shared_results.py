@@ -29,6 +29,7 @@ from castore.errors import CorruptError, InvalidValueError, NotFoundError, TooLa
 from castore.remote import claims
 from castore.remote.bucket import Listed
 from castore.remote.collect import collect
+from castore.remote.fetcher_client import FetcherClient
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.keys import claim_key, object_key, result_key
 from castore.remote.page_cache import PageCache
@@ -129,6 +130,10 @@ def finds_all_of(nodes: Nodes) -> None:
 
 def test_what_one_node_has_computed_another_finds(nodes: Nodes) -> None:
     finds_all_of(nodes)
+    for name, counted in (("first", (0, len(VALUES))), ("other", (len(VALUES), 0))):
+        with nodes.node(name, remote="") as store:
+            FetcherClient(store.path).done()  # a fetcher writes its counts at its end
+            until(lambda: store.stat().remotes[-3:-1] == counted)  # noqa: B023
 
 
 def test_what_one_node_has_computed_another_finds_on_object_storage(shared: Nodes) -> None:
