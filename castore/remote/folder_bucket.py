@@ -232,7 +232,11 @@ class FolderBucket:
 
 
 def _links(temporary: Path, target: Path, *, makes_folder: bool) -> bool:
-    """Give a file a second name; False if that is taken, or if its folder is gone."""
+    """Give a file a second name; False if that is taken, or if its folder is gone.
+
+    Raises:
+        FileNotFoundError: the file is gone: another file system may have taken the bucket's place.
+    """
     while True:
         if makes_folder:
             _make_folder(target.parent)
@@ -241,9 +245,11 @@ def _links(temporary: Path, target: Path, *, makes_folder: bool) -> bool:
         except FileExistsError:
             return False
         except FileNotFoundError:
-            if makes_folder:
-                continue  # `delete` has just removed it
-            return False
+            if not makes_folder:
+                return False
+            if not temporary.exists():
+                raise
+            continue  # `delete` has just removed the folder
         except OSError:
             # An answer over the network may be lost after the server has linked: the link count shows it.
             if os.stat(temporary).st_nlink != 2:

@@ -505,3 +505,20 @@ def test_a_folder_without_permission_is_denied_and_one_below_a_file_is_refused(t
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(RemoteError, match="cannot use one in"):
         FolderBucket(tmp_path / "file" / "bucket").put("one", b"1")
+
+
+def test_a_folder_that_another_takes_the_place_of_ends_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a file system is unmounted, and an empty folder is left: between two steps of the write."""
+    bucket = FolderBucket(tmp_path / "bucket")
+    write = FolderBucket._write
+
+    def unmount_after(self: FolderBucket, data: bytes) -> Path:
+        written = write(self, data)
+        (tmp_path / "bucket").rename(tmp_path / "elsewhere")
+        return written
+
+    monkeypatch.setattr(FolderBucket, "_write", unmount_after)
+    with pytest.raises(RemoteMissingError):
+        bucket.create("keys/one", b"1")
