@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def len_twice(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_nodes_that_run_one_step_at_once_divide_its_blocks(folder: Path) -> None:
-    function = logging(str(folder / "log"), 0.002)
+    function = logging(str(folder / "log"), 0.004)
 
     def run(number: int) -> list[int]:
         with Store(folder / f"node{number}", remote="team") as store:
@@ -118,7 +117,7 @@ def test_nodes_that_run_one_step_at_once_divide_its_blocks(folder: Path) -> None
 
 
 def test_the_blocks_of_a_killed_node_are_run_by_another(folder: Path) -> None:
-    function = logging(str(folder / "log"), 0.002)
+    function = logging(str(folder / "log"), 0.004)
     child = os.fork()
     if not child:
         with Store(folder / "node0", remote="team") as store:
@@ -127,12 +126,10 @@ def test_the_blocks_of_a_killed_node_are_run_by_another(folder: Path) -> None:
     until(lambda: (folder / "log").exists() and len(seen(folder)) > ROWS / 2)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    began = time.monotonic()
     with Store(folder / "node1", remote="team") as store:
         result = cached_map(rows(), function, store=store)
     assert result["length"] == rows().map(len_of)["length"]
-    assert len(seen(folder)) < ROWS * 1.7
-    assert time.monotonic() - began < 120
+    assert len(seen(folder)) < ROWS * 1.4
 
 
 def test_a_remote_that_is_gone_ends_no_step(folder: Path) -> None:
