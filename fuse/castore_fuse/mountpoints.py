@@ -162,8 +162,8 @@ def _try_to_detach(mountpoint: Path, *, lazy: bool, dead: bool) -> bool:
     raise MountError(f"cannot unmount {mountpoint}: {reason}")
 
 
-def _busy_message(mountpoint: Path, holders: list[Holder]) -> str:
-    named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in holders]
+def _busy_message(mountpoint: Path, found: list[Holder]) -> str:
+    named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in found]
     users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
     return (
         f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder "

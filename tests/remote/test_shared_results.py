@@ -560,6 +560,16 @@ def test_quick_computations_are_not_claimed(nodes: Nodes, monkeypatch: pytest.Mo
     assert [one for one in claimed if one.key != claim_key("set/0")] == []
 
 
+def computing(nodes: Nodes, compute: Callable[[], int]) -> int:
+    """The node `first` as a process that computes "a"."""
+    child = os.fork()
+    if not child:
+        with Store(nodes.folder / "first", remote="team") as first:
+            first.get_or_compute("a", compute)
+        os._exit(0)
+    return child
+
+
 @pytest.mark.parametrize(
     "killed", ["the node", pytest.param("its fetcher and the node", marks=pytest.mark.matrix)]
 )
@@ -573,11 +583,7 @@ def test_the_work_of_a_killed_node_is_taken_over(nodes: Nodes, killed: str) -> N
         signal.pause()
         return 0
 
-    child = os.fork()
-    if not child:
-        with Store(nodes.folder / "first", remote="team") as first:
-            first.get_or_compute("a", compute)
-        os._exit(0)
+    child = computing(nodes, compute)
     until(begun.exists)
     assert [one.key for one in nodes.bucket.listing("claims/")] == [claim_key("a")]
     if killed != "the node":
@@ -627,11 +633,7 @@ def test_a_child_that_outlives_its_parent_keeps_nobody_waiting(nodes: Nodes) -> 
         signal.pause()
         return 0
 
-    child = os.fork()
-    if not child:
-        with Store(nodes.folder / "first", remote="team") as first:
-            first.get_or_compute("a", compute)
-        os._exit(0)
+    child = computing(nodes, compute)
     until(lambda: begun.exists() and forked.exists() and bool(forked.read_text()))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -28,12 +28,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
 
-from castore import SharedTurn
 from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_entries import (
     NO_ROOM,
@@ -65,6 +64,9 @@ from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
 from castore.store import Store
 
+if TYPE_CHECKING:
+    from castore import SharedTurn
+
 _VERSION = 1
 # One block in so many rows may be unlike the others; so much of a step suffices to estimate the size of its
 # result.
@@ -90,21 +92,23 @@ class _Claim:
 
     Args:
         release: ends the claim here.
-        turn: ends the one for other nodes; None if results are not shared.
+
+    Attributes:
+        turn: has the claim for other nodes; None if results are not shared.
     """
 
-    def __init__(self, release: Callable[[], None], turn: SharedTurn | None = None) -> None:
+    def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-        self._turn = turn
+        self.turn: SharedTurn | None = None
 
     def end(self, *, is_kept: bool) -> None:
         """Let other runs go on, with the result if it is kept."""
         try:
-            if self._turn is not None and is_kept:
-                self._turn.offer()
+            if self.turn is not None and is_kept:
+                self.turn.offer()
         finally:
-            if self._turn is not None:
-                self._turn.end()
+            if self.turn is not None:
+                self.turn.end()
             self._release()
 
 
@@ -261,20 +265,25 @@ class BlockRun:
         """The result of a block that is claimed here, or a claim over all nodes; None if another node has
         claimed it.
         """
+        claim = _Claim(release)
         try:
             found = find_result(self._store, digits)  # it may have been kept a moment ago
-            turn = None if found is not None else self._store.share(name_of_result(digits), ttl=math.inf)
-            has_looked = digits in self._not_shared
-            self._not_shared.discard(digits)
-            begun = "ours" if turn is None else turn.begin(has_looked=has_looked)
-            if begun == "found":
-                found, turn = find_result(self._store, digits), None
-            if found is None and begun != "elsewhere":
-                return _Claim(release, turn)
+            begun = "ours"
+            if found is None:
+                claim.turn = self._store.share(name_of_result(digits), ttl=math.inf)
+            if claim.turn is not None:
+                has_looked = digits in self._not_shared
+                self._not_shared.discard(digits)
+                begun = claim.turn.begin(has_looked=has_looked)
+            if begun == "found" and claim.turn is not None:
+                found = find_result(self._store, digits)
+                claim.turn.decline()  # evicted at once, it is no worse for other nodes
         except BaseException:
-            release()
+            claim.end(is_kept=False)
             raise
-        release()
+        if found is None and begun != "elsewhere":
+            return claim
+        claim.end(is_kept=False)
         return found
 
     def _wait_for(self, digits: str) -> BlockResult | None:

@@ -11,8 +11,9 @@ from typing import Any
 import datasets
 import pytest
 
-from castore import Store
+from castore import SharedTurn, Store
 from castore.adapters.datasets import Pipeline, cached_filter, cached_map
+from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import in_processes
 from tests.mount.conftest import until
 from tests.remote.nodes import end_fetcher, know
@@ -138,3 +139,17 @@ def test_a_remote_that_is_gone_ends_no_step(folder: Path) -> None:
     with Store(folder / "node0", remote="team") as store:
         assert len(cached_map(rows(), function, store=store)) == ROWS
     assert sorted(seen(folder)) == list(range(ROWS))
+
+
+def test_results_that_come_between_a_look_and_a_claim_are_taken_and_leave_no_claim(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = logging(str(folder / "log"))
+    with Store(folder / "node0", remote="team") as store:
+        cached_map(rows(), function, store=store)
+    look = SharedTurn.look
+    monkeypatch.setattr(SharedTurn, "look", lambda turn: turn._connection is not None and look(turn))
+    with Store(folder / "node1", remote="team") as store:
+        assert cached_map(rows(), function, store=store)["length"] == rows().map(len_of)["length"]
+    assert sorted(seen(folder)) == list(range(ROWS))
+    until(lambda: not list(FolderBucket(folder / "bucket").listing("claims/")))
