@@ -344,9 +344,8 @@ class Fetcher:
     def claim_result(self, remote: str, name: str) -> Claim | None:
         """Claim a computation; see `Claims.take`."""
         source = self._source(remote, hurries=True)
-        source.require(
-            marker.check, source.bucket
-        )  # else claims might fill a folder that nothing is mounted on
+        # Else claims might fill a folder on which nothing is mounted.
+        source.require(marker.check, source.bucket)
         return source.require(source.claims.take, name)
 
     def offer_result(
