@@ -22,12 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import layout, stats, training
 from castore.errors import (
-    CorruptError,
     InvalidValueError,
-    MissingDependencyError,
     NotFoundError,
     RemoteWarning,
-    SerializationError,
 )
 from castore.gc import collect
 from castore.index import mounts, places
@@ -122,7 +119,8 @@ class Store:
     A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
     ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
     ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
-    ``has_dictionary``, ``counters``, ``is_shared``, ``share``, ``require_writable`` and ``tree``.
+    ``has_dictionary``, ``counters``, ``is_shared``, ``share``, ``find_shared``, ``offer_shared``,
+    ``require_writable`` and ``tree``.
     The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
 
     Attributes:
@@ -729,12 +727,8 @@ class Store:
             if hit:
                 return value
             with self.share(key, ttl=ttl) or nullcontext() as turn:
-                while turn is not None and turn.bring():
-                    try:
-                        hit, value = self._load_valid(key, validate)
-                    except (CorruptError, MissingDependencyError, SerializationError) as error:
-                        log.warning("the result of another node for %r is of no use here: %s", key, error)
-                        turn.decline()
+                if turn is not None:
+                    hit, value = turn.load(partial(self._load_valid, key, validate))
                     if hit:
                         return value
                 value = compute()
@@ -1463,6 +1457,37 @@ class Store:
         check_name(name)
         seconds = self._putter.seconds(ttl)
         return None if self._shared is None else self._shared.turn(name, seconds)
+
+    def find_shared(self, names: Iterable[str], *, ttl: float | str | None = None) -> None:
+        """Have those of some entries here that the store's ``remote`` has, since other nodes computed them.
+        Nobody else is kept from computing the others meanwhile; see `share`.
+
+        Args:
+            names: each covers all that its bytes depend on.
+            ttl: seconds after its computation for which an entry is good; default the store's.
+
+        Raises:
+            InvalidNameError: nothing can have one of those names.
+            InvalidValueError: ``names`` are no several names, or ``ttl`` makes no sense.
+        """
+        several = [check_name(name) for name in require_several(names, "find_shared", "names")]
+        seconds = self._putter.seconds(ttl)
+        if self._shared is not None:
+            self._shared.find_many(several, seconds)
+
+    def offer_shared(self, names: Iterable[str]) -> None:
+        """Offer entries that were computed here to other nodes, over the store's ``remote``.
+
+        Args:
+            names: each covers all that its bytes depend on.
+
+        Raises:
+            InvalidNameError: nothing can have one of those names.
+            InvalidValueError: ``names`` are no several names.
+        """
+        several = [check_name(name) for name in require_several(names, "offer_shared", "names")]
+        if self._shared is not None:
+            self._shared.offer_many(several)
 
     def require_writable(self) -> None:
         """Check that this user can change the store.

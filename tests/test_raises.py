@@ -229,6 +229,14 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
         "InvalidNameError": [lambda s: s.share("..")],
         "InvalidValueError": [lambda s: s.share("a", ttl="no")],
     },
+    "find_shared": {
+        "InvalidNameError": [lambda s: s.find_shared([".."])],
+        "InvalidValueError": [lambda s: s.find_shared("a"), lambda s: s.find_shared(["a"], ttl="no")],
+    },
+    "offer_shared": {
+        "InvalidNameError": [lambda s: s.offer_shared([".."])],
+        "InvalidValueError": [lambda s: s.offer_shared("a")],
+    },
 }
 
 #: The same of a batch: the block ends after the call. `_ended` ends it before.

@@ -13,6 +13,7 @@ against. It writes to a remote in one case: the results of computations that a r
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import sys
@@ -29,10 +30,12 @@ from typing import Any, TypeVar
 from castore.errors import (
     CastoreError,
     CorruptError,
+    FullError,
     RemoteDeniedError,
     RemoteError,
     RemoteMissingError,
     RemoteUnreachableError,
+    TooLargeError,
 )
 from castore.index import places
 from castore.parts import Parts
@@ -60,6 +63,8 @@ from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
 from castore.write.open_pack import Vanished
 from castore.write.staging import Staged
+
+log = logging.getLogger("castore")
 
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
@@ -91,6 +96,9 @@ _CALLS = frozenset(
         "keep_result",
         "claim_result",
         "offer_result",
+        "find_results",
+        "keep_results",
+        "offer_results",
         "finish_offers",
     )
 )
@@ -349,7 +357,7 @@ class Fetcher:
         return source.require(source.claims.take, name)
 
     def offer_result(
-        self, remote: str, name: str, refused: bytes | None, claim: Claim | None = None
+        self, remote: str, name: str, refused: bytes | None, keep: bool, claim: Claim | None = None
     ) -> tuple[str, str | None]:
         """Begin `ResultSharing.offer`, and then release the claim; returns this fetcher's id, and why an
         earlier one failed, or None.
@@ -359,11 +367,46 @@ class Fetcher:
         def offer() -> None:
             try:
                 source.require(marker.check, source.bucket)
-                source.require(self._results(source).offer, name, refused)
+                source.require(self._results(source).offer, name, refused, keep)
                 source.bucket.count(offered=1)
             finally:
                 if claim is not None:
                     claim.release()
+
+        return self.id, self._offers.begin(offer)
+
+    def find_results(self, remote: str, names: list[str], lifetime: float | None) -> list[Row]:
+        """See `ResultSharing.find`, of several names; returns those whose bytes are still to be fetched."""
+        source = self._source(remote, hurries=True)
+        find = partial(self._results(source).find, lifetime=lifetime)
+        answers = source.require(lambda: list(self._network.map(find, names)))
+        source.bucket.count(found=sum(answer.is_here for answer in answers))
+        return [answer.row for answer in answers if answer.row is not None]
+
+    def keep_results(self, remote: str, rows: list[list[Any]]) -> None:
+        """See `ResultSharing.keep`. Results that are damaged or gone, or have no room, are left out."""
+        source = self._source(remote)
+        keep = self._results(source).keep
+
+        def try_to_keep(row: Row) -> int:
+            try:
+                source.require(keep, row)
+            except (CorruptError, RemoteMissingError, FullError, TooLargeError) as error:
+                log.info("a shared result is passed over: %s", error)
+                return 0
+            return 1
+
+        source.bucket.count(found=sum(self._work.map(try_to_keep, map(_row, rows))))
+
+    def offer_results(self, remote: str, names: list[str]) -> tuple[str, str | None]:
+        """`offer_result` for several that nobody has claimed, and that stay in the store."""
+        source = self._source(remote)
+
+        def offer() -> None:
+            source.require(marker.check, source.bucket)
+            for name in names:
+                source.require(self._results(source).offer, name, None)
+                source.bucket.count(offered=1)
 
         return self.id, self._offers.begin(offer)
 

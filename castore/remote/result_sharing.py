@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from typing import NamedTuple
 
 from castore.errors import CorruptError, RemoteError, RemoteMissingError, TooLargeError
+from castore.gc.collect import remove_blobs
 from castore.parts import Parts
 from castore.records import Entry, EntrySpec
 from castore.remote.bucket import Bucket
@@ -132,12 +133,14 @@ class ResultSharing:
             for _, staged in coming:
                 self._commit([(_spec(row), staged)])
 
-    def offer(self, name: str, refused: bytes | None) -> None:
+    def offer(self, name: str, refused: bytes | None, keep: bool = True) -> None:
         """Have a result of the store in the bucket, unless another one is there.
 
         Args:
             name: key of the computation.
             refused: the record in whose place the result comes, as in `Answer`.
+            keep: whether the entry stays in the store. One that does not has a time to live, for the case
+                that no offer comes to its end, which is none of the result's.
 
         Raises:
             CorruptError: the result is damaged.
@@ -146,12 +149,22 @@ class ResultSharing:
         entry = self._parts.index.entry(name)
         if entry is None or entry.away or entry.serializer == "pickle":
             return  # evicted meanwhile, or nobody would take it
+        if not keep:
+            entry = entry._replace(expires=None)
         if entry.stored <= INLINE_BYTES:
             record = self._inline(entry)
         else:
             record = self._upload(entry, self._object_of(name, refused))
         if record is not None:
             self._write(encode_record(record), result_key(name), refused)
+        if not keep:
+            self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        digest = bytes.fromhex(entry.digest)
+        with self._parts.index.write() as txn:
+            txn.delete_unchanged(entry.name, digest, entry.metadata)
+        remove_blobs(self._parts, [digest])
 
     def _inline(self, entry: Entry) -> Record | None:
         blob = self._parts.index.blob(bytes.fromhex(entry.digest))

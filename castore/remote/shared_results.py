@@ -13,17 +13,19 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from castore.errors import (
     CorruptError,
     FullError,
+    MissingDependencyError,
     NotFoundError,
     RemoteError,
     RemoteMissingError,
+    SerializationError,
     StoreError,
     TooLargeError,
 )
@@ -33,6 +35,8 @@ from castore.remote.remotes import Remotes, RemoteSettings
 from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
+
+T = TypeVar("T")
 
 #: Seconds within which a remote says whether it has a result; less with a shorter time-out of the storage.
 LOOKUP_SECONDS = 10.0
@@ -44,6 +48,8 @@ WORTH_SECONDS = 0.5
 TOLD_SECONDS = 30.0
 # Results that were offered and are remembered until the store is closed.
 _OFFERED = 10_000
+# Results that are looked for, or offered, with one request to the fetcher.
+_AT_ONCE = 64
 # Errors of a remote, and of the store's knowledge of it. They end no computation.
 _TROUBLE = (CorruptError, NotFoundError, RemoteError, StoreError)
 # Seconds between two looks for a result that another node computes.
@@ -90,8 +96,8 @@ class SharedResults:
         self._remote = remote
         self._fetcher = FetcherClient(parts.path)
         self._silent_until = 0.0
-        # By which fetcher each result was offered.
-        self._offered: deque[tuple[str, str]] = deque(maxlen=_OFFERED)
+        # By which fetcher each result was offered, and whether it stays in the store.
+        self._offered: deque[tuple[str, str, bool]] = deque(maxlen=_OFFERED)
         reset_after_fork(self)
         # How long the last computation below each folder of names took.
         self._seconds: dict[str, float] = {}
@@ -161,7 +167,9 @@ class SharedResults:
             connection.close()
         return is_mine, connection if is_mine else None
 
-    def offer(self, name: str, refused: bytes | None, claim: socket.socket | None, seconds: float) -> None:
+    def offer(
+        self, name: str, refused: bytes | None, claim: socket.socket | None, seconds: float, *, keep: bool
+    ) -> None:
         """Have a result uploaded in the background, unless the remote has one.
 
         Args:
@@ -169,17 +177,53 @@ class SharedResults:
             refused: a record of the remote that is not good, in whose place the result comes.
             claim: the connection that holds the claim; None without one.
             seconds: that the computation took.
+            keep: whether the entry stays in the store afterwards.
         """
         self._seconds[_folder(name)] = seconds
         if self._settings.read_only:
             return
         call = self._fetcher.call if claim is None else partial(self._fetcher.go_on, claim)
-        begun = self._ask(call, "offer_result", name=name, refused=refused)
+        begun = self._ask(call, "offer_result", name=name, refused=refused, keep=keep)
         if begun is None and claim is not None:  # the fetcher that held the claim was killed
-            begun = self._ask(self._fetcher.call, "offer_result", name=name, refused=refused)
+            begun = self._ask(self._fetcher.call, "offer_result", name=name, refused=refused, keep=keep)
         if begun is not None:
             fetcher, failure = begun
-            self._offered.append((fetcher, name))
+            self._offered.append((fetcher, name, keep))
+            self._tell(failure)
+
+    def find_many(self, names: Sequence[str], lifetime: float | None) -> None:
+        """Have those of some results in the store that the remote has, as `find`; damaged ones are left out.
+
+        Args:
+            names: keys of the computations.
+            lifetime: seconds after its computation for which a result is good; None for ever.
+        """
+        large: list[Any] = []
+        for some in _chunks(names):
+            rows = self._ask(self._fetcher.call, "find_results", names=some, lifetime=lifetime)
+            if rows is None:
+                break
+            large += rows
+        if large:
+            try:
+                self._fetcher.call("keep_results", remote=self._remote, rows=large)
+            except _TROUBLE as error:
+                self._leave_alone(error)
+
+    def offer_many(self, names: Sequence[str]) -> None:
+        """Have results uploaded in the background, unless the remote has them.
+
+        Args:
+            names: keys of computations, which are entries of the store.
+        """
+        if self._settings.read_only:
+            return
+        for some in _chunks(names):
+            begun = self._ask(self._fetcher.call, "offer_results", names=some)
+            if begun is None:
+                return
+            fetcher, failure = begun
+            self._offered += [(fetcher, name, True) for name in some]
             self._tell(failure)
 
     def _ask(self, call: Callable[..., Any], do: str, **fields: Any) -> Any:
@@ -210,10 +254,15 @@ class SharedResults:
         try:
             fetcher, left, failure = self._finish(until)
             # A fetcher that was killed may not have come to them. To offer a result twice does no harm.
-            if again := {name for by, name in offered if by != fetcher}:
-                for name in again:
+            if again := {(name, keep) for by, name, keep in offered if by != fetcher}:
+                for name, keep in again:
                     self._fetcher.call(
-                        "offer_result", timeout=LOOKUP_SECONDS, remote=self._remote, name=name, refused=None
+                        "offer_result",
+                        timeout=LOOKUP_SECONDS,
+                        remote=self._remote,
+                        name=name,
+                        refused=None,
+                        keep=keep,
                     )
                 fetcher, left, failure = self._finish(until)
         except _TROUBLE as error:
@@ -255,7 +304,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
         name: str,
         find: Callable[[bytes | None], Any],
         claim: Callable[[], tuple[bool, socket.socket | None]],
-        offer: Callable[[bytes | None, socket.socket | None, float], None],
+        offer: Callable[..., None],
     ) -> None:
         self._name = name
         self._find, self._claim, self._offer = find, claim, offer
@@ -316,10 +365,31 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
             pause = min(2 * pause, _LONGEST_PAUSE)
         return begun == "found"
 
-    def offer(self) -> None:
-        """Offer the result, which is in the store now."""
+    def load(self, load: Callable[[], tuple[bool, T]]) -> tuple[bool, T | None]:
+        """Load another node's result; ``(False, None)`` means that this process is to compute it.
+
+        Args:
+            load: loads the result from the store; returns whether it is there and good, and the result.
+        """
+        while self.bring():
+            try:
+                hit, value = load()
+            except (CorruptError, MissingDependencyError, SerializationError) as error:
+                log.warning("the result of another node for %r is of no use here: %s", self._name, error)
+                self.decline()
+            else:
+                if hit:
+                    return True, value
+        return False, None
+
+    def offer(self, *, keep: bool = True) -> None:
+        """Offer the result, which is in the store now.
+
+        Args:
+            keep: whether the entry stays in the store once it is offered.
+        """
         seconds = time.monotonic() - self._began
-        self._offer(self._refused, self._connection, seconds)
+        self._offer(self._refused, self._connection, seconds, keep=keep)
 
     def end(self) -> None:
         """Let others compute, unless a result was offered."""
@@ -329,6 +399,10 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
 
     def __exit__(self, *exc: object) -> None:
         self.end()
+
+
+def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
+    return (list(names[start : start + _AT_ONCE]) for start in range(0, len(names), _AT_ONCE))
 
 
 def _folder(name: str) -> str:

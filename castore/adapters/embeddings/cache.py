@@ -6,11 +6,13 @@ models, no datasets and no device but the CPU.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +20,35 @@ import numpy as np
 import torch
 
 from castore.adapters.embeddings.claims import Claims
-from castore.adapters.embeddings.encoder_outputs import Schema, check_rows, restore_leaf
+from castore.adapters.embeddings.encoder_outputs import LeafRows, Schema, check_rows, restore_leaf
 from castore.adapters.embeddings.key_table import Digests, RowNumbers, key_digests
-from castore.adapters.embeddings.shard_commit import Publisher, TableState
+from castore.adapters.embeddings.shard_commit import NewRows, Publisher, TableState, select_rows
+from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_key
 from castore.adapters.embeddings.table import Table, TableView
 from castore.adapters.embeddings.table_fill import Filling, KnownKeys
 from castore.adapters.embeddings.table_layout import MANIFEST, PREFIX, Manifest
-from castore.errors import InvalidValueError, NotFoundError, OutOfRangeError, StoreError
+from castore.errors import (
+    InvalidValueError,
+    NotFoundError,
+    OutOfRangeError,
+    SerializationError,
+    StoreError,
+)
 from castore.names import check_name
 from castore.records import Blob
 from castore.store import Store
 from castore.system.forks import reset_after_fork
+
+log = logging.getLogger("castore")
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Items of a fill, their keys, and the different digests of the keys."""
+
+    keys: list[Any]
+    items: list[Any]
+    digests: Digests
 
 
 class EmbeddingCache:
@@ -195,8 +215,39 @@ class EmbeddingCache:
             FullError: they do not fit into the store.
         """
         with self.filling(encode, batch_size=batch_size) as filling:
-            filling.run(keys, items)
+            if self.store.is_shared:
+                total = len(keys) if isinstance(keys, Sized) else None
+                self._fill_shared(filling, keys, items, block_items(total, batch_size))
+            else:
+                filling.run(keys, items)
         return filling.count
+
+    def _fill_shared(self, filling: Filling, keys: Iterable[Any], items: Iterable[Any], size: int) -> None:
+        """Fill block by block, with those that other nodes have encoded."""
+
+        def name(block: _Block) -> str:
+            return block_key(self.name, str(self.dtype), block.digests.tobytes())
+
+        def add(block: _Block, tables: list[NewRows]) -> bool:
+            return len(tables) == 1 and self._add_rows(tables[0]) and self._knows(block.digests)
+
+        blocks = SharedBlocks(self.store, name, add)
+        with closing(blocks):
+            for mine in blocks.rounds(self._unknown_blocks(filling.windows(keys, items, size))):
+                for block in mine:
+                    filling.add(block.keys, block.items)
+                    filling.flush()
+                    rows = self._find_digests(block.digests)
+                    blocks.finish(block, [self._export_rows(rows)] if bool((rows >= 0).all()) else None)
+
+    def _unknown_blocks(self, windows: Iterable[tuple[list[Any], list[Any]]]) -> Iterator[_Block]:
+        for some, theirs in windows:
+            block = _Block(some, theirs, np.unique(key_digests(some), axis=0))
+            if not self._knows(block.digests):
+                yield block
+
+    def _knows(self, digests: Digests) -> bool:
+        return bool((self._find_digests(digests) >= 0).all())
 
     @contextmanager
     def filling(self, encode: Callable[[list[Any]], Any], *, batch_size: int = 32) -> Iterator[Filling]:
@@ -219,6 +270,39 @@ class EmbeddingCache:
             claims.close()
         publisher.sort_keys()
         self.refresh()
+
+    def _add_rows(self, rows: NewRows) -> bool:
+        """Add rows that another node encoded, but for those whose keys are known; see `_export_rows`.
+
+        Returns:
+            False if they differ in structure from those that are here.
+
+        Raises:
+            FullError: they do not fit into the store.
+        """
+        self.refresh()
+        unknown = self._find_digests(rows.keys) < 0
+        if unknown.any():
+            try:
+                Publisher(self.store, self._prefix, self._current_state).publish(select_rows(rows, unknown))
+            except SerializationError as error:
+                log.warning("embeddings of another node are encoded again: %s", error)
+                return False
+            self.refresh()
+        return True
+
+    def _export_rows(self, rows: RowNumbers) -> NewRows:
+        """Some rows as they are stored, with their keys, for `_add_rows` on another node.
+
+        Args:
+            rows: int64 (n,), of this table.
+        """
+        table = self._table
+        assert table is not None, "a table with rows is there"
+        wanted, columns = torch.from_numpy(np.unique(rows)), table.view.columns
+        keys = columns[0].index_select(0, wanted).numpy().view(np.uint64)
+        parts = [LeafRows(*_gather(columns, wanted, place)) for place in table.places[1]]
+        return NewRows(keys, table.manifest.schema, parts)
 
     def _current_state(self) -> TableState:
         self.refresh()

@@ -7,9 +7,11 @@ run as they were (see `frozen_encoders`), and never touch its loader: the pass h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +22,12 @@ from castore.adapters.embeddings.batch_places import RestOfBatch
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.devices import concatenate
 from castore.adapters.embeddings.encoder_inputs import Call, EncoderCalls
+from castore.adapters.embeddings.shard_commit import NewRows
+from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_key
+from castore.adapters.embeddings.table_fill import Filling
 from castore.adapters.embeddings.table_identity import item_key
 from castore.errors import InvalidValueError
+from castore.store import Store
 
 Extractors = Mapping[int, Callable[[Any], Any]]
 RunEncoder = Callable[[Sequence[Any], Mapping[str, Any]], Any]
@@ -35,6 +41,15 @@ class BatchItem:
     call: int
     position: int
     size: int
+
+
+class _Work(NamedTuple):
+    """The fills of one pass, of encoders and of labels, the keys that it saw if they count, and its bar."""
+
+    fillings: list[Filling]
+    kept: Filling | None
+    seen: list[dict[Any, None]] | None
+    bar: tqdm[Any]
 
 
 class DatasetPass:
@@ -72,17 +87,20 @@ class DatasetPass:
 
     def rows(self) -> torch.Tensor:
         """The rows of each sample's embeddings: int64 (n, calls of all encoders); -1 for missing ones."""
-        count = len(self.loader.dataset)  # type: ignore[arg-type]
+        return self._rows_of(range(len(self.loader.dataset)))  # type: ignore[arg-type]
+
+    def _rows_of(self, span: range) -> torch.Tensor:
         columns = []
-        kept = None if self.index is None else self.index.find(range(count))
+        kept = None if self.index is None else self.index.find(span)
         for source, table in zip(self.encoders, self.tables, strict=True):
-            for number in range(len(source.calls)):
+            calls = len(source.calls)
+            for number in range(calls):
                 if source.number not in self.extractors:
-                    columns.append(table.find(range(number, count * len(source.calls), len(source.calls))))
+                    columns.append(table.find(range(span.start * calls + number, span.stop * calls, calls)))
                     continue
                 assert self.index is not None
                 assert kept is not None
-                found = torch.full((count,), -1)
+                found = torch.full((len(span),), -1)
                 there = (kept >= 0).nonzero().flatten()
                 if len(there):
                     keys = self.index.take(kept[there])[key_leaf_name(source.number, number)]
@@ -147,34 +165,128 @@ class DatasetPass:
             index = None
             if self.index is not None:
                 index = stack.enter_context(self.index.filling(_select_values, batch_size=batch_size))
-            for numbers, batch, keys in self._read_batches(todo, batch_size, num_workers):
-                size = len(numbers)
-                for source, filling in zip(self.encoders, fillings, strict=True):
-                    for call in range(len(source.calls)):
-                        # Without a key extractor, indices are the keys; an encoder with several calls has a
-                        # number for each call.
-                        own = keys.get((source.number, call)) or [
-                            n * len(source.calls) + call for n in numbers
-                        ]
-                        filling.add(own, [BatchItem(batch, call, position, size) for position in range(size)])
-                        if todo is None:
-                            seen[source.number].update(dict.fromkeys(own))
-                if index is not None:
-                    kept = self._index_values(batch, keys)
-                    index.add(numbers, [BatchItem(kept, 0, position, size) for position in range(size)])
-                bar.update(size)
+            work = _Work(fillings, index, seen if todo is None else None, bar)
+            if todo is not None and self.is_shared:
+                self._fill_shared(work, todo, batch_size, num_workers)
+            else:
+                batches = None if todo is None else _chunks(todo, batch_size)
+                for batch in self._read_batches(batches, batch_size, num_workers):
+                    self._add(work, *batch)
         return [list(found) for found in seen]
+
+    def _add(
+        self, work: _Work, numbers: list[int], batch: Any, keys: Mapping[tuple[int, int], list[Any]]
+    ) -> None:
+        size = len(numbers)
+        for source, filling in zip(self.encoders, work.fillings, strict=True):
+            for call in range(len(source.calls)):
+                # Without a key extractor, indices are the keys; an encoder with several calls has a
+                # number for each call.
+                own = keys.get((source.number, call)) or [n * len(source.calls) + call for n in numbers]
+                filling.add(own, [BatchItem(batch, call, position, size) for position in range(size)])
+                if work.seen is not None:
+                    work.seen[source.number].update(dict.fromkeys(own))
+        if work.kept is not None:
+            kept = self._index_values(batch, keys)
+            work.kept.add(numbers, [BatchItem(kept, 0, position, size) for position in range(size)])
+        work.bar.update(size)
+
+    # Blocks that nodes share
+
+    def _fill_shared(self, work: _Work, todo: list[int], batch_size: int, num_workers: int) -> None:
+        """Fill block by block, with those that other nodes have encoded. A block is a range of samples."""
+        spans: dict[range, list[int]] = {}
+        total = len(self.loader.dataset)  # type: ignore[arg-type]
+        items = block_items(total, batch_size)
+        for number in todo:
+            start = number // items * items
+            spans.setdefault(range(start, min(start + items, total)), []).append(number)
+
+        def add(span: range, tables: list[NewRows]) -> bool:
+            ours = self._all_tables
+            if len(tables) != len(ours):
+                return False
+            if not all(table._add_rows(rows) for table, rows in zip(ours, tables, strict=True)):
+                return False
+            is_whole = bool((self._rows_of(span) >= 0).all())
+            if is_whole:
+                work.bar.update(len(spans[span]))
+            return is_whole
+
+        names = [table.name for table in self._all_tables]
+        blocks = SharedBlocks(self._store, lambda span: block_key(names, span.start, span.stop), add)
+        with closing(blocks):
+            for mine in blocks.rounds(spans):
+                # Workers start for the sake of a block only, and not to find that there is none.
+                if first := next(mine, None):
+                    self._fill_blocks(work, blocks, spans, chain([first], mine), batch_size, num_workers)
+
+    def _fill_blocks(
+        self,
+        work: _Work,
+        blocks: SharedBlocks[range],
+        spans: Mapping[range, list[int]],
+        mine: Iterable[range],
+        batch_size: int,
+        num_workers: int,
+    ) -> None:
+        """Fill blocks that are claimed as their batches are asked for, some batches ahead."""
+        begun: deque[tuple[range, int]] = deque()
+
+        def batches() -> Iterator[list[int]]:
+            for span in mine:
+                chunks = list(_chunks(spans[span], batch_size))
+                begun.append((span, len(chunks)))
+                yield from chunks
+
+        left = 0
+        for batch in self._read_batches(batches(), batch_size, num_workers):
+            self._add(work, *batch)
+            left = (left or begun[0][1]) - 1
+            if not left:
+                self._finish(work, blocks, begun.popleft()[0])
+
+    def _finish(self, work: _Work, blocks: SharedBlocks[range], span: range) -> None:
+        for filling in (*work.fillings, *([] if work.kept is None else [work.kept])):
+            filling.flush()
+        rows = self._rows_of(span)
+        is_whole = bool((rows >= 0).all())
+        blocks.finish(span, self._export(span, rows) if is_whole else None)
+
+    def _export(self, span: range, rows: torch.Tensor) -> list[NewRows]:
+        found, column = [], 0
+        for source, table in zip(self.encoders, self.tables, strict=True):
+            own = rows[:, column : column + len(source.calls)]
+            column += len(source.calls)
+            found.append(table._export_rows(own.flatten().numpy()))
+        if self.index is not None:
+            found.append(self.index._export_rows(self.index.find(span).numpy()))
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nodes share the blocks of the pass. Samples of a stream have no numbers that agree."""
+        return self._store.is_shared and not isinstance(self.loader.dataset, IterableDataset)
+
+    @property
+    def _store(self) -> Store:
+        return self.tables[0].store
+
+    @property
+    def _all_tables(self) -> list[EmbeddingCache]:
+        return [*self.tables, *([] if self.index is None else [self.index])]
 
     def _index_values(self, batch: Any, keys: Mapping[tuple[int, int], list[bytes]]) -> dict[str, Any]:
         values = {} if self.rest is None else self.rest.take(batch)
         return values | {key_leaf_name(*place): found for place, found in keys.items()}
 
     def _read_batches(
-        self, todo: list[int] | None, batch_size: int, num_workers: int
+        self, batches: Iterable[list[int]] | None, batch_size: int, num_workers: int
     ) -> Iterator[tuple[Any, Any, Any]]:
+        """Batches of the samples of some numbers each; of a stream all, ``batch_size`` at a time."""
         loader = self.loader
         gather = KeyedCollate(loader.collate_fn, self.encoders, self.extractors)
-        options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": gather}
+        options: dict[str, Any] = {"num_workers": num_workers, "collate_fn": gather}
         if num_workers:
             options |= {
                 "worker_init_fn": loader.worker_init_fn,
@@ -182,9 +294,9 @@ class DatasetPass:
             }
         # A generator of its own, so that starting workers draws nothing from that of the training run.
         options["generator"] = torch.Generator()
-        if todo is None:
-            return iter(DataLoader(loader.dataset, **options))
-        return iter(DataLoader(NumberedDataset(loader.dataset), sampler=todo, **options))
+        if batches is None:
+            return iter(DataLoader(loader.dataset, batch_size=batch_size, **options))
+        return iter(DataLoader(NumberedDataset(loader.dataset), batch_sampler=batches, **options))
 
 
 class NumberedSample(NamedTuple):
@@ -276,6 +388,10 @@ class _ItemEncoder:
                     f"of its input with encoders={{{self._source.name!r}: ...}}"
                 ) from error
         return concatenate(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _chunks(numbers: list[int], size: int) -> Iterator[list[int]]:
+    return (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
 def _group_items(parts: list[BatchItem]) -> Iterator[list[BatchItem]]:

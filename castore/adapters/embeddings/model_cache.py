@@ -48,6 +48,7 @@ from castore.adapters.embeddings.loaders import (
 )
 from castore.adapters.embeddings.table_identity import code_digest, data_digest, table_name
 from castore.errors import InvalidValueError, StoreError
+from castore.system.job_rank import job_rank
 
 
 def cache_embeddings(
@@ -253,7 +254,7 @@ class _LoaderPlan:
             [stand_ins[source.name].encode for source in self.encoders],
             batch_size=config.batch_size,
             num_workers=config.num_workers or 0,
-            start=_start_part(),
+            start=_start_part(self.dataset_pass.is_shared),
             label=self.role,
             progress=progress,
         )
@@ -386,10 +387,12 @@ def _place_table(
     return SplitLookup(table, rows) if config.split else DeviceLookup(table, rows)
 
 
-def _start_part() -> float:
+def _start_part(is_shared: bool) -> float:
     """The part of the samples, from 0 to 1, at which this rank begins.
 
-    Each rank of a node has another one.
+    Each rank of a node has another one, or each rank of the job if its nodes share blocks.
     """
     rank, size = int(os.environ.get("LOCAL_RANK") or 0), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if is_shared:
+        rank, size = job_rank()
     return rank / max(size, 1)

@@ -88,6 +88,23 @@ def join_rows(batches: Sequence[NewRows]) -> NewRows:
     return NewRows(np.concatenate([batch.keys for batch in batches]), batches[0].schema, parts)
 
 
+def select_rows(rows: NewRows, wanted: np.ndarray[Any, np.dtype[np.bool_]]) -> NewRows:
+    """Some of the rows.
+
+    Args:
+        rows: all of them.
+        wanted: bool (n,).
+    """
+    mask = torch.from_numpy(wanted)
+    parts = [
+        LeafRows(part.values[mask], None)
+        if part.lengths is None
+        else LeafRows(part.values[mask.repeat_interleave(part.lengths)], part.lengths[mask])
+        for part in rows.parts
+    ]
+    return NewRows(rows.keys[wanted], rows.schema, parts)
+
+
 class Publisher:
     """Puts rows into the table under ``prefix``.
 

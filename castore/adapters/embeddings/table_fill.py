@@ -9,7 +9,7 @@ wait for each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -98,12 +98,23 @@ class Filling:
             InvalidValueError: there are more keys than items, or fewer.
             SerializationError: outputs differ in structure from those before, or cannot be kept.
         """
+        for some, theirs in self.windows(keys, items, WINDOW * self._batch_size):
+            self.add(some, theirs)
+
+    def windows(
+        self, keys: Iterable[Any], items: Iterable[Any], size: int
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Keys and items, some at a time.
+
+        Raises:
+            InvalidValueError: there are more keys than items, or fewer.
+        """
         keys, items = iter(keys), iter(items)
-        while some := list(islice(keys, WINDOW * self._batch_size)):
+        while some := list(islice(keys, size)):
             theirs = list(islice(items, len(some)))
             if len(some) != len(theirs):
                 break
-            self.add(some, theirs)
+            yield some, theirs
         if some or next(items, self) is not self:
             raise InvalidValueError(f"{self._where}: there must be as many items as keys")
 
@@ -111,6 +122,11 @@ class Filling:
         """Add items to the fill. Whole batches are encoded at once, the rest together with later items."""
         self._queue_window(key_digests(keys), items)
         self._encode_queue(self._batch_size)
+
+    def flush(self) -> None:
+        """Encode and put what was added, but for items that another process of this node is encoding."""
+        self._encode_queue(1)
+        self.put()
 
     def __enter__(self) -> Filling:
         return self
@@ -120,8 +136,7 @@ class Filling:
     ) -> None:
         try:
             if error is None:
-                self._encode_queue(1)
-                self.put()
+                self.flush()
                 self._wait_for_others()
         finally:
             self.put()  # encoded items are right, even if a later one failed

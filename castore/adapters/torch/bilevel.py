@@ -69,12 +69,16 @@ class BiLevelCachedDataset(DatasetWrapper):
             this run only, with a warning that names the part; each rank then keeps its own samples, in an
             equal part of the sizes.
         codec: how samples are compressed on disk: "auto", "zstd", "lz4", "gzip" or "none".
+        remote: name of a remote of the folder's store (see `castore.Store.add_remote`): a sample that another
+            node has read comes from there, and samples that are read here are offered, so each is written to
+            disk as well. "" for none; default ``$CASTORE_REMOTE``, then none.
 
     Raises:
         InvalidValueError: a size makes no sense, or both levels are off.
         FullError: ``/dev/shm`` or the disk is full.
         StoreError: the folder cannot be used: read-only, on a network file system, of another format.
         SegmentError: other processes share under that name with other parameters.
+        NotFoundError: the folder's store does not know ``remote``.
 
     >>> import tempfile, torch
     >>> squares = torch.utils.data.TensorDataset(torch.arange(10.) ** 2)
@@ -97,6 +101,7 @@ class BiLevelCachedDataset(DatasetWrapper):
         name: str | None = None,
         key: object = None,
         codec: str = "auto",
+        remote: str | None = None,
     ) -> None:
         super().__init__(data, key)
         on_disk = not is_off(disk_cache_size, "disk_cache_size")
@@ -124,6 +129,7 @@ class BiLevelCachedDataset(DatasetWrapper):
             write_through=write_through,
             keep=keep and bool(self.key),
             codec=codec,
+            remote=remote,
             sharers=self._apart.sharers if self._apart else 1,
         )
 
@@ -164,7 +170,7 @@ class BiLevelCachedDataset(DatasetWrapper):
         self._changes.glance()
         sample = self._found(index)
         # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
-        return unpack(self._read([index])[0]) if sample is MISSING else sample
+        return unpack(self._fetch([index], missed=True)[0]) if sample is MISSING else sample
 
     def _many(self, indices: list[int]) -> list[Any]:
         self._changes.glance()
@@ -173,7 +179,7 @@ class BiLevelCachedDataset(DatasetWrapper):
         missing = list(
             dict.fromkeys(i for i, sample in zip(indices, found, strict=True) if sample is MISSING)
         )
-        read = dict(zip(missing, self._read(missing), strict=True))
+        read = dict(zip(missing, self._fetch(missing, missed=True), strict=True))
         return [
             unpack(read[index]) if sample is MISSING else sample
             for index, sample in zip(indices, found, strict=True)
@@ -190,11 +196,27 @@ class BiLevelCachedDataset(DatasetWrapper):
                 self._levels.reject(index, record)
         return MISSING
 
+    def _fetch(self, indices: list[int], *, missed: bool) -> list[bytes]:
+        """Records that no level has: from other nodes that share them, or from the dataset."""
+        come = self._levels.bring(indices, self._is_sample, missed=missed)
+        left = [index for index in indices if index not in come]
+        come |= dict(zip(left, self._read(left), strict=True))
+        return [come[index] for index in indices]
+
+    def _is_sample(self, index: int, record: bytes) -> bool:
+        try:
+            unpack(record)
+        except (CorruptError, SerializationError) as error:
+            tell_no_sample(self._levels.name_of(index), error)
+            return False
+        return True
+
     def _read(self, indices: list[int]) -> list[bytes]:
-        """Records from the dataset, offered to the levels."""
-        records = [pack(sample) for sample in self._source(indices)]
+        """Records from the dataset, offered to the levels, and to other nodes."""
+        records = [pack(sample) for sample in self._source(indices)] if indices else []
         for index, record in zip(indices, records, strict=True):
             self._levels.put(index, record)
+        self._levels.share(indices)
         return records
 
     # Filling
@@ -203,7 +225,7 @@ class BiLevelCachedDataset(DatasetWrapper):
         return index in self._levels
 
     def _cache(self, indices: list[int]) -> int:
-        self._read(indices)
+        self._fetch(indices, missed=False)
         return sum(index in self._levels for index in indices)
 
     def flush(self) -> None:

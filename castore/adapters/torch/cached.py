@@ -66,13 +66,15 @@ class CachedDataset(DatasetWrapper):
     def _one(self, index: int) -> Any:
         self._changes.glance()
         name = self.name_of(index)
-        sample = self._found(index, self.store.get(name))
+        [record] = self._records([name])
+        sample = self._found(index, record)
         if sample is not MISSING:
             self._counts.hit()
             return sample
         self._counts.miss()
         record = pack(self._sample(index))
         self.store.put(name, record)
+        self.store.offer_shared([name])
         # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
         return unpack(record)
 
@@ -80,7 +82,7 @@ class CachedDataset(DatasetWrapper):
         if not indices:
             return []
         self._changes.glance()
-        records = self.store.get_many(map(self.name_of, indices))
+        records = self._records(list(map(self.name_of, indices)))
         found = list(map(self._found, indices, records))
         missing = [index for index, sample in zip(indices, found, strict=True) if sample is MISSING]
         self._counts.hit(len(indices) - len(missing))
@@ -90,6 +92,17 @@ class CachedDataset(DatasetWrapper):
             unpack(read[index]) if sample is MISSING else sample
             for index, sample in zip(indices, found, strict=True)
         ]
+
+    def _records(self, names: list[str]) -> list[bytes | None]:
+        """The bytes of some names in the store, or in the remote that it shares with other nodes."""
+        # `get` is quicker than `get_many` for one name.
+        records = self.store.get_many(names) if len(names) > 1 else [self.store.get(names[0])]
+        missing = [name for name, record in zip(names, records, strict=True) if record is None]
+        if not missing or not self.store.is_shared:
+            return records
+        self.store.find_shared(dict.fromkeys(missing))
+        come = iter(self.store.get_many(missing))
+        return [next(come) if record is None else record for record in records]
 
     def _found(self, index: int, record: bytes | None) -> Any:
         """The sample in an entry's bytes, or MISSING."""
@@ -108,6 +121,7 @@ class CachedDataset(DatasetWrapper):
         }
         if records:
             self.store.put_many((self.name_of(index), record) for index, record in records.items())
+            self.store.offer_shared(map(self.name_of, records))
         return records
 
     # Filling
@@ -116,7 +130,10 @@ class CachedDataset(DatasetWrapper):
         return self.store.entry(self.name_of(index)) is not None
 
     def _cache(self, indices: list[int]) -> int:
-        return len(self._read(indices))
+        records = self._records(list(map(self.name_of, indices)))
+        missing = [index for index, record in zip(indices, records, strict=True) if record is None]
+        self._read(missing)
+        return len(indices)
 
     # Counters
 

@@ -112,6 +112,9 @@ class CachedIterableDataset(IterableDataset[Any]):
         self._changes.glance()
         name = self.name_of(item)
         record = self.store.get(name)
+        if record is None and self.store.is_shared:
+            self.store.find_shared([name])
+            record = self.store.get(name)
         if record is not None:
             try:
                 sample = unpack(record)
@@ -127,6 +130,8 @@ class CachedIterableDataset(IterableDataset[Any]):
             self.store.put(name, made)
         except (FullError, TooLargeError) as error:
             self._warn(error)
+        else:
+            self.store.offer_shared([name])
         # Unpack the record even of a sample just made: the first epoch gets exactly what later epochs get.
         return unpack(made)
 

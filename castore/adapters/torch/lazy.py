@@ -73,7 +73,7 @@ class LazyShardDataset(Dataset[Any]):
         balance: "equal" shards differ by one sample at most; "room" sizes shards in proportion to the room of
             their nodes, which the nodes exchange if there is a process group.
         rooms: the bytes that each node can cache, where there is no process group to ask.
-        write_through, name, key: as in `BiLevelCachedDataset`.
+        write_through, name, key, remote: as in `BiLevelCachedDataset`.
 
     Raises:
         InvalidValueError: an argument makes no sense, `min_elements` cannot be met, or nodes that may differ
@@ -100,6 +100,7 @@ class LazyShardDataset(Dataset[Any]):
         write_through: bool = False,
         name: str | None = None,
         key: object = None,
+        remote: str | None = None,
     ) -> None:
         _check_arguments(mode, balance, overflow, seed)
         self.data = data
@@ -117,6 +118,7 @@ class LazyShardDataset(Dataset[Any]):
             write_through=write_through,
             name=name,
             key=key,
+            remote=remote,
         )
         self._n = len(self.cache)
         try:

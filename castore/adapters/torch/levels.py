@@ -60,6 +60,12 @@ class Level:
         self.bytes_read = tallies.tally(first + _BYTES)
         self._warned = False
 
+    def count_late(self, length: int) -> None:
+        """Count the last miss as a hit of so many bytes: the record has come meanwhile."""
+        self.misses.add(-1)
+        self.hits.add()
+        self.bytes_read.add(length)
+
     def recount(self, length: int) -> None:
         """Count the last hit, of so many bytes, as a miss."""
         self.hits.add(-1)
@@ -273,6 +279,19 @@ class DiskLevel(Level):
             self.hits.add()
             self.bytes_read.add(len(record))
         return record
+
+    def bring(self, indices: list[int]) -> dict[int, bytes]:
+        """The records of those of some indices that the store's remote has. Counts nothing."""
+        names = {self._name_of(index): index for index in indices}
+        self._store.find_shared(names)
+        found = {}
+        for name, record in zip(names, self._store.get_many(names), strict=True):
+            entry = None if record is None else self._store.entry(name)
+            if record is not None and entry is not None:
+                found[names[name]] = record
+                with self._table.lock():
+                    self._table.set(names[name], max(1, entry.stored))
+        return found
 
     def has_room(self, length: int) -> bool:
         """Whether the level would take a record of so many bytes without evicting another."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from castore import Store
@@ -32,7 +33,7 @@ class TwoLevels:
 
     Args:
         items: how many indices there are.
-        memory_cache_size, disk_cache_size, disk_cache_path, write_through, keep, codec: as in
+        memory_cache_size, disk_cache_size, disk_cache_path, write_through, keep, codec, remote: as in
             `BiLevelCachedDataset`.
         name: the arena's name; None for an arena of this process and its children alone.
         key: what identifies the data: the folder of its entries in the store.
@@ -54,6 +55,7 @@ class TwoLevels:
         write_through: bool,
         keep: bool,
         codec: str,
+        remote: str | None = None,
         sharers: int = 1,
     ) -> None:
         self._items = items
@@ -80,18 +82,20 @@ class TwoLevels:
             self._prefix = key if keep else f"{_RUN}{self._arena.name}"
             self._store = None
             if disk_cache_path is not None and not is_off(disk_cache_size, "disk_cache_size"):
-                self._store = self._set_up_disk(disk_cache_size, disk_cache_path, codec)
+                self._store = self._set_up_disk(disk_cache_size, disk_cache_path, codec, remote)
             self._lay_out()
         except BaseException:
             self._arena.close()
             raise
 
-    def _set_up_disk(self, size: Size, folder: str | os.PathLike[str], codec: str) -> Store:
+    def _set_up_disk(
+        self, size: Size, folder: str | os.PathLike[str], codec: str, remote: str | None
+    ) -> Store:
         """The bounded store. The first process to come decides the limit, and scans the store for samples."""
         if not os.path.exists(folder):
             refuse_full_disk(folder)
         state = self._arena.table("state")
-        with Store(folder, codec=codec, memory=0) as store, self._arena.lock():
+        with Store(folder, codec=codec, memory=0, remote="") as store, self._arena.lock():
             if not state[_READY]:
                 state[_DISK_LIMIT] = disk_bytes(size, "disk_cache_size", folder, store.stat().stored)
                 _clear_dead_runs(store)
@@ -101,7 +105,7 @@ class TwoLevels:
                 state[_READY] = 1
         # The store keeps the limit too. It evicts the least recently used entries: samples of earlier
         # versions.
-        return Store(folder, codec=codec, memory=0, max_size=state[_DISK_LIMIT])
+        return Store(folder, codec=codec, memory=0, max_size=state[_DISK_LIMIT], remote=remote)
 
     def _note_stored(self, store: Store) -> None:
         """Note the samples that the store has from earlier runs."""
@@ -193,8 +197,43 @@ class TwoLevels:
             self._warn_too_large(index, len(record))
             return
         kept = self.memory is not None and self._offer_memory(index, record)
-        if self.disk is not None and (self._write_through or not kept):
+        if self.disk is not None and (self._write_through or self.is_shared or not kept):
             self.disk.offer(index, record)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nodes share records over a remote. Records of one run alone are nobody else's."""
+        return self._keep and self._store is not None and self._store.is_shared
+
+    def bring(
+        self, indices: list[int], accept: Callable[[int, bytes], bool], *, missed: bool
+    ) -> dict[int, bytes]:
+        """The records of those of some indices that other nodes have read.
+
+        Args:
+            indices: of records that no level has.
+            accept: returns whether a record can be read; one that cannot is forgotten.
+            missed: `get` was asked for them, and counted misses.
+        """
+        if not self.is_shared or self.disk is None:
+            return {}
+        found = {}
+        for index, record in self.disk.bring(indices).items():
+            if not accept(index, record):
+                self.disk.remove(index)
+                continue
+            found[index] = record
+            if self.memory is not None:
+                self._offer_memory(index, record)
+            if missed:
+                self.disk.count_late(len(record))
+                self.reads.add(-1)
+        return found
+
+    def share(self, indices: list[int]) -> None:
+        """Offer the records of some indices to other nodes, as far as they are on disk."""
+        if self.is_shared and self.disk is not None and self._store is not None:
+            self._store.offer_shared([self.name_of(index) for index in indices if index in self.disk])
 
     def _warn_too_large(self, index: int, length: int) -> None:
         # Once a process, as for a level that cannot grow: a cache that keeps nothing must not be silent about

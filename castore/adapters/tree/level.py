@@ -22,6 +22,7 @@ from castore.index.eviction import has_work
 from castore.index.name_ranges import count_inside
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
+from castore.remote.shared_results import SharedTurn
 from castore.store import Store
 from castore.units import NEVER, parse_ttl
 
@@ -43,10 +44,13 @@ class DiskLevel:
         expiry: seconds or a text, or `castore.NEVER`. None for the lifetime of the existing store, which is
             never by default.
         max_size: budget in stored bytes; None for that of the existing store.
+        remote: name of a remote over which values are shared; "" for none. No variable names one: keys of
+            these caches are often plain words that mean one thing in their folder alone.
 
     Raises:
         InvalidValueError: an argument is invalid; no folder is created then.
         StoreError: the folder cannot be a store.
+        NotFoundError: the store does not know the remote.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class DiskLevel:
         compression: str,
         expiry: float | str | None,
         max_size: int | str | None,
+        remote: str = "",
     ) -> None:
         if compression not in COMPRESSIONS:
             raise InvalidValueError(
@@ -66,7 +71,7 @@ class DiskLevel:
             seconds = parse_ttl(expiry)
             self._expiry = NEVER if seconds is None else seconds
         # The store has no RAM tier: the caches have one of their own, which can be bounded in items.
-        self.store = Store(folder, max_size=max_size, memory=0)
+        self.store = Store(folder, max_size=max_size, memory=0, remote=remote)
         # Hits of the level above are counted here: the store does not see them.
         self._usage = Usage(self.store.index)
         self._sweep_due = time.monotonic()
@@ -118,6 +123,10 @@ class DiskLevel:
             if (entry is None and store.entry(name) is not None) or store.source.read(name) is None:
                 return None
         return None
+
+    def share(self, name: str) -> SharedTurn | None:
+        """This process's turn to find a value that other nodes have computed; see `Store.share`."""
+        return self.store.share(name, ttl=self._expiry)
 
     def count_memory_hit(self, name: str) -> None:
         """Count a hit in RAM as a use, so that the budget evicts other entries first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -66,10 +67,15 @@ class TreeCacheManager(DiskBacked):
         max_size: budget on disk in bytes (or ``"10GB"``): the least recently used values are removed first;
             default none.
         allow_pickle: take values that only pickle can hold. Loading a pickle runs code.
+        remote: name of a remote of the folder's store (see `castore.Store.add_remote`): `get_or_compute` asks
+            it before it computes, and offers it the result. A key must then mean one value in all folders
+            that share the remote, as those of `compute_key` do. Default none, whatever ``$CASTORE_REMOTE``
+            says.
 
     Raises:
         InvalidValueError: an argument is invalid; no folder is created then.
         StoreError: the folder holds other things, or lies on a network file system.
+        NotFoundError: the folder's store does not know ``remote``.
 
     >>> import tempfile
     >>> cache = TreeCacheManager(tempfile.mkdtemp() + "/cache")
@@ -90,10 +96,11 @@ class TreeCacheManager(DiskBacked):
         memory_bytes: int | str | None = None,
         max_size: int | str | None = None,
         allow_pickle: bool = False,
+        remote: str = "",
     ) -> None:
         bounds = parse_bounds(memory_size, "memory_size", memory_bytes, "memory_bytes")
         self._bounds = bounds if bounds.bytes is not None else bounds._replace(bytes=DEFAULT_MEMORY)
-        self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size)
+        self._disk = DiskLevel(cache_dir, compression, disk_expiry, max_size, remote)
         self._slots: MemoryLRU[_Slot] = self._bounds.make_lru(
             lambda slot: ram_size(slot.packed) + _SLOT_BYTES
         )
@@ -112,6 +119,7 @@ class TreeCacheManager(DiskBacked):
             memory_bytes=memory_bytes,
             max_size=max_size,
             allow_pickle=allow_pickle,
+            remote=remote,
         )
 
     def close(self) -> None:
@@ -180,7 +188,8 @@ class TreeCacheManager(DiskBacked):
     ) -> Any:
         """The value of ``key``; on a miss that of ``compute_fn()``.
 
-        All threads and processes of the machine compute a missing value once.
+        All threads and processes of the machine compute a missing value once, and with ``remote`` those of
+        all nodes.
 
         Args:
             key: any text.
@@ -199,9 +208,17 @@ class TreeCacheManager(DiskBacked):
             with self._locks.hold(name):
                 tally, found = self._find(name, validate_fn)
                 self._count_read(tally)
-                if found is None:
+                if found is not None:
+                    return found[0]
+                with self._disk.share(name) or nullcontext() as turn:
+                    if turn is not None:
+                        is_here, data = turn.load(partial(self._load, name, validate_fn))
+                        if is_here:
+                            return data
                     data = compute_fn()
                     self.put(key, data, metadata)
+                    if turn is not None:
+                        turn.offer()
                     return data
         else:
             self._count_read(tally)
@@ -258,6 +275,10 @@ class TreeCacheManager(DiskBacked):
             return None, None
         self._keep(name, *read, changed)
         return self._disk_tally, found
+
+    def _load(self, name: str, accept: Callable[[CacheMetadata], bool] | None) -> tuple[bool, Any]:
+        _, found = self._find(name, accept)
+        return (False, None) if found is None else (True, found[0])
 
     def _count_read(self, hit: Tally | None) -> None:
         """Count one read for the level that answered it, if one did."""

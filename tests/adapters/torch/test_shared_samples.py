@@ -1,208 +1,205 @@
-"""SharedCache and every kind of sample: all dtypes, tuples and dicts, shapes that vary."""
+"""Nodes that share a remote read each sample from its source once."""
 
 from __future__ import annotations
 
-import collections
-import logging
-import pickle
-import random
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from castore.adapters.torch.shared import SharedCache
-from castore.errors import (
-    FullError,
-    InvalidValueError,
+from castore import Store
+from castore.adapters.torch import (
+    BiLevelCachedDataset,
+    CachedDataset,
+    CachedIterableDataset,
+    LazyShardDataset,
 )
-from castore.shm.segments import path_of
-from tests.adapters.torch.images import DIMS, image
+from castore.remote.folder_bucket import FolderBucket
+from castore.remote.keys import result_key
+from tests.mount.conftest import until
+from tests.remote.nodes import end_fetcher, know
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
-DTYPES = sorted(
-    {
-        kind
-        for kind in vars(torch).values()
-        if isinstance(kind, torch.dtype) and not str(kind).startswith("torch.q")
-    },
-    key=str,
-)
+SAMPLES = 200
 
 
-def bits(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of any dtype with every bit in use."""
-    count = torch.Size(shape).numel() * dtype.itemsize
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    raw = torch.from_numpy(
-        np.random.default_rng(count).integers(0, 2 if dtype is torch.bool else 256, count, np.uint8)
+class Source(Dataset[Any]):
+    """Notes each sample that is read from it."""
+
+    def __init__(self, log: Path, size: int = 3) -> None:
+        self.log, self.size = str(log), size
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.log, "a") as file:
+            file.write(f"{index}\n")
+        return {"x": torch.full((self.size,), index), "name": f"sample {index}"}
+
+    def __castore_key__(self) -> object:
+        return ["source", self.size]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Has the stores `node0` to `node2` of three nodes, and the remote."""
+    stores = [Store(tmp_path / f"node{number}") for number in range(3)]
+    for store in stores:
+        know(store, "team", (tmp_path / "bucket").as_uri())
+    yield tmp_path
+    for store in stores:
+        store.close()
+        end_fetcher(store)
+
+
+def read(folder: Path) -> list[int]:
+    log = folder / "log"
+    return [int(line) for line in log.read_text().split()] if log.exists() else []
+
+
+def simple(folder: Path, node: str, source: Source) -> CachedDataset:
+    return CachedDataset(source, Store(folder / node, remote="team"))
+
+
+def two_levels(folder: Path, node: str, source: Source) -> BiLevelCachedDataset:
+    return BiLevelCachedDataset(source, "4MB", "100MB", folder / node, remote="team")
+
+
+def on_disk(folder: Path, node: str, source: Source) -> BiLevelCachedDataset:
+    return BiLevelCachedDataset(source, 0, "100MB", folder / node, remote="team")
+
+
+KINDS = [simple, two_levels, on_disk]
+Make = Callable[[Path, str, Source], Any]
+
+
+def close(cached: Any) -> None:
+    """Wait until all that was read is offered."""
+    if isinstance(cached, CachedDataset):
+        cached.store.close()
+    cached.close()
+
+
+@pytest.mark.parametrize("size", [3, 30_000], ids=["small", "large"])
+@pytest.mark.parametrize("make", KINDS)
+def test_a_cold_node_reads_no_sample_from_its_source(folder: Path, make: Make, size: int) -> None:
+    source = Source(folder / "log", size)
+    count = 20 if size > 1000 else SAMPLES
+    first = make(folder, "node0", source)
+    assert [first[index]["name"] for index in range(count)] == [f"sample {index}" for index in range(count)]
+    close(first)
+    assert sorted(read(folder)) == list(range(count))
+    second = make(folder, "node1", source)
+    found = [second[0], *second.__getitems__(list(range(1, count)))]
+    for index, sample in enumerate(found):
+        assert torch.equal(sample["x"], torch.full((size,), index))
+        assert sample["name"] == f"sample {index}"
+    assert (second.hits, second.misses) == (count, 0)
+    assert second.__getitems__([3, 3, 4])[1]["name"] == "sample 3"
+    assert len(read(folder)) == count
+    close(second)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_workers_and_fill_ask_the_remote_first(folder: Path, make: Make) -> None:
+    source = Source(folder / "log")
+    first = make(folder, "node0", source)
+    assert first.fill(num_workers=2, progress=False) == SAMPLES
+    close(first)
+    # The workers have ended with offers under way: the fetcher goes on with them.
+    bucket = FolderBucket(folder / "bucket")
+    name_of = first.name_of if isinstance(first, CachedDataset) else first._levels.name_of
+    until(lambda: all(bucket.size(result_key(name_of(index))) is not None for index in range(SAMPLES)))
+    second, third = make(folder, "node1", source), make(folder, "node2", source)
+    assert second.fill(num_workers=2, progress=False) == SAMPLES
+    loader = DataLoader(third, batch_size=16, shuffle=True, num_workers=2)
+    assert sorted(name for batch in loader for name in batch["name"]) == sorted(
+        f"sample {index}" for index in range(SAMPLES)
     )
-    return raw.view(dtype).view(shape)
+    assert third.misses == 0
+    assert sorted(read(folder)) == list(range(SAMPLES))
+    close(second)
+    close(third)
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit: NaN equals itself, and dtypes that cannot be compared can."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    plain = [tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*plain)
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dims", [(2, 3), (), None], ids=["columns", "scalar", "ragged"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(dtype: torch.dtype, dims: Any) -> None:
-    cache = SharedCache("1MB", 3, dims, dtype)
-    value = bits(dtype, dims if dims is not None else (4, 2))
-    cache.set_slot(1, value)
-    found = [cache.get_slot(1), cache[1], cache.get_slots([1])[0]]
-    if dims is not None:
-        assert (cache.array.dtype, cache.array.shape) == (dtype, (3, *dims))
-        found.append(cache.array[1])
-    assert all(same(value, one) for one in found)
-
-
-@pytest.mark.parametrize("dims", [(4, 6), None], ids=["columns", "ragged"])
-def test_tensors_need_not_be_contiguous_nor_free_of_a_graph(dims: Any) -> None:
-    cache = SharedCache("1MB", 9, dims, torch.float32)
-    wide = torch.arange(48.0).view(6, 8)
-    values = [
-        wide.t()[:4],
-        wide[:4, ::1][:, :6],
-        wide[:4, :6].clone().requires_grad_(),
-        wide[:1, :6].expand(4, 6),
-    ]
-    for index, value in enumerate(values):
-        cache.set_slot(index, value)
-        assert torch.equal(cache[index], value.detach())
-        assert not cache[index].requires_grad
-    lazy = SharedCache("1MB", 1, dims, torch.complex64)
-    value = torch.complex(wide[:4, :6], wide[:4, :6]).conj()
-    lazy.set_slot(0, value)
-    assert torch.equal(lazy[0], value)
-
-
-def test_tuples_of_tensors_come_back_as_tuples() -> None:
-    cache = SharedCache("1MB", 5, (DIMS, ()), (torch.uint8, torch.int64))
-    for index in range(5):
-        cache.set_slot(index, (image(index), torch.tensor(index)))
-    for index, sample in enumerate([cache[0], cache.get_slot(1), *cache.get_slots([2, 3, 4])]):
-        assert type(sample) is tuple
-        assert torch.equal(sample[0], image(index))
-        assert torch.equal(sample[1], torch.tensor(index))
-    images, labels = cache.array
-    assert torch.equal(images[4], image(4))
-    assert labels.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_dicts_of_tensors_come_back_as_dicts_in_their_order() -> None:
-    cache = SharedCache("1MB", 3, {"x": (2,), "y": ()}, {"y": torch.bool, "x": torch.bfloat16})
-    sample = {"y": torch.tensor(True), "x": torch.tensor([1.5, 2.5], dtype=torch.bfloat16)}
-    cache[1] = sample
-    for found in (cache[1], cache.get_slots([1])[0]):
-        assert list(found) == ["x", "y"]
-        assert all(same(found[key], sample[key]) for key in sample)
-    assert cache.array["x"].shape == (3, 2)
-
-
-def test_one_dtype_serves_for_all_parts() -> None:
-    cache = SharedCache("1MB", 3, {"x": (2,), "y": ()}, torch.float16)
-    assert {key: column.dtype for key, column in cache.array.items()} == dict.fromkeys("xy", torch.float16)
-
-
-def test_ragged_samples_come_back_in_their_own_shapes() -> None:
-    cache = SharedCache("1MB", 50, None, torch.int32)
-    shapes = [tuple(random.Random(index).choices(range(4), k=index % 4)) for index in range(50)]
-    values = [bits(torch.int32, shape) for shape in shapes]
-    for index in random.Random(1).sample(range(50), 50):
-        cache.set_slot(index, values[index])
-    assert all(same(cache[index], value) for index, value in enumerate(values))
-    assert all(same(*pair) for pair in zip(cache.get_slots(range(50)), values, strict=True))
-    assert cache.aux_array.tolist() == [1] * 50
-
-
-def test_ragged_parts_stand_beside_fixed_ones_and_known_dimensions_are_held_to() -> None:
-    cache = SharedCache("1MB", 9, {"atoms": (None, 3), "energy": ()}, torch.float64)
-    for index in range(5):
-        cache.set_slot(
-            index,
-            {
-                "atoms": torch.ones(index, 3, dtype=torch.float64) * index,
-                "energy": torch.tensor(0.5).double(),
-            },
-        )
-    assert [cache[index]["atoms"].shape for index in range(5)] == [(index, 3) for index in range(5)]
-    assert float(cache[4]["atoms"].sum()) == 48
-    with pytest.raises(InvalidValueError, match=r"slot 6: sample\['atoms'\] .*\(2, 4\).*\(None, 3\)"):
-        cache.set_slot(6, {"atoms": torch.ones(2, 4).double(), "energy": torch.tensor(0.5).double()})
-
-
-def test_ragged_samples_beyond_the_limit_are_left_out_and_the_rest_stays(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("mode", ["node", "disk", "rank"])
+def test_shards_of_several_nodes_read_each_sample_once(
+    folder: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = SharedCache("10KB", 20, (None,))
-    with caplog.at_level(logging.INFO, "castore"):
-        for index in range(20):
-            cache.set_slot(index, torch.full((1000,), index, dtype=torch.uint8))
-    kept = [index for index, sample in enumerate(cache.get_slots(range(20))) if sample is not None]
-    assert kept == list(range(9))
-    assert caplog.text.count("is full") == 1
-    assert cache.aux_array.tolist() == [1] * 9 + [0] * 11
-    with pytest.raises(FullError, match="sample 19 does not fit"):
-        cache.set_slot(19, torch.zeros(1000, dtype=torch.uint8), allow_oob_idx=False)
-    with pytest.raises(FullError, match="sample 19 does not fit"):
-        cache[19] = torch.zeros(1000, dtype=torch.uint8)
-    # A new sample that does not fit must not leave the old one in its place.
-    cache.set_slot(0, torch.zeros(5000, dtype=torch.uint8), allow_overwrite=True)
-    assert cache.get_slot(0) is None
-    cache.clear()
-    cache.set_slot(19, torch.zeros(5000, dtype=torch.uint8))
-    assert cache[19].shape == (5000,)
+    source = Source(folder / "log")
+    for seed in (1, 2):  # another seed gives the nodes other shards
+        seen: list[str] = []
+        for node in range(2):
+            place = {"RANK": f"{node}", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            for name, value in place.items():
+                monkeypatch.setenv(name, value)
+            shard = LazyShardDataset(
+                source,
+                disk_size="100MB",
+                memory_size="4MB",
+                mode=mode,
+                disk_cache_path=folder / f"node{node}",
+                seed=seed,
+                remote="team",
+            )
+            sampler: DistributedSampler[Any] = DistributedSampler(shard, 1, 0, shuffle=False)
+            seen += [name for batch in DataLoader(shard, 8, sampler=sampler) for name in batch["name"]]
+            shard.close()
+        assert sorted(seen) == sorted(f"sample {index}" for index in range(SAMPLES))
+        assert sorted(read(folder)) == list(range(SAMPLES))
 
 
-def test_ragged_memory_is_taken_as_it_fills() -> None:
-    cache = SharedCache("256MB", 10, None)
-    file = path_of(cache._arena.name)
-    assert file.stat().st_blocks * 512 < 1e6
-    cache.set_slot(0, torch.zeros(100, dtype=torch.uint8))
-    assert file.stat().st_blocks * 512 < 40e6
-    with pytest.raises(InvalidValueError, match="get_slots"):
-        _ = cache.array
+@pytest.mark.parametrize("make", KINDS)
+def test_damaged_records_are_read_from_the_source(folder: Path, make: Make) -> None:
+    source = Source(folder / "log")
+    first = make(folder, "node0", source)
+    first.__getitems__([0, 1, 2])
+    close(first)
+    keys = sorted(path for path in (folder / "bucket" / "keys").rglob("*") if path.is_file())
+    data = bytearray(keys[0].read_bytes())
+    data[-1] ^= 1
+    keys[0].write_bytes(data)
+    second = make(folder, "node1", source)
+    assert [sample["name"] for sample in second.__getitems__([0, 1, 2])] == [
+        "sample 0",
+        "sample 1",
+        "sample 2",
+    ]
+    assert len(read(folder)) == 4
+    close(second)
 
 
-Sample = collections.namedtuple("Sample", "image label")
+@pytest.mark.parametrize("make", KINDS)
+def test_a_remote_that_is_gone_costs_no_sample(folder: Path, make: Make) -> None:
+    (folder / "bucket").rename(folder / "elsewhere")
+    source = Source(folder / "log")
+    cached = make(folder, "node0", source)
+    assert len(cached.__getitems__(list(range(SAMPLES)))) == SAMPLES
+    assert sorted(read(folder)) == list(range(SAMPLES))
+    close(cached)
 
 
-class Wrapped(torch.Tensor):
-    pass
+def test_items_of_a_stream_are_transformed_once(folder: Path) -> None:
+    def note(item: int) -> dict[str, Any]:
+        with open(folder / "log", "a") as file:
+            file.write(f"{item}\n")
+        return {"square": item**2}
+
+    for node in ("node0", "node1"):
+        with Store(folder / node, remote="team") as store:
+            cached = CachedIterableDataset(range(50), note, store, key="squares")
+            assert [sample["square"] for sample in cached] == [number**2 for number in range(50)]
+    assert sorted(read(folder)) == list(range(50))
 
 
-@pytest.mark.parametrize("side", [8, None], ids=["columns", "ragged"])
-def test_named_tuples_come_back_as_such_in_every_process(side: int | None) -> None:
-    cache = SharedCache("1MB", 4, data_dims=Sample((3, side), ()), dtype=Sample(torch.uint8, torch.int64))
-    sample = Sample(torch.ones(3, 8, dtype=torch.uint8), torch.tensor(5))
-    cache.set_slot(1, sample)
-    for copy in (cache, pickle.loads(pickle.dumps(cache))):
-        for found in (copy.get_slot(1), copy[1], copy.get_slots([1])[0]):
-            assert type(found) is Sample
-            assert all(map(same, found, sample))
-        if side:
-            assert type(copy.get_batch([1])) is Sample
-        if copy is not cache:
-            copy.close()
-    cache.close()
-
-
-def test_a_tensor_that_is_more_than_its_numbers_is_refused_with_a_way_out() -> None:
-    cache = SharedCache("1MB", 4, (3,), torch.float32)
-    image = torch.ones(3).as_subclass(Wrapped)
-    with pytest.raises(
-        InvalidValueError, match=r"sample is a Wrapped, .* convert it with as_subclass\(torch.Tensor\)"
-    ):
-        cache.set_slot(1, image)
-    assert cache.get_slot(1) is None
-    cache.set_slot(1, image.as_subclass(torch.Tensor))
-    assert same(cache[1], torch.ones(3))
-    cache.close()
+def test_samples_of_one_run_are_not_shared(folder: Path) -> None:
+    source = Source(folder / "log")
+    for node in ("node0", "node1"):
+        with BiLevelCachedDataset(source, "4MB", "9MB", folder / node, remote="team", keep=False) as cached:
+            cached.__getitems__([1, 2])
+    assert sorted(read(folder)) == [1, 1, 2, 2]
+    assert not os.path.exists(folder / "bucket" / "keys")
