@@ -51,6 +51,8 @@ if TYPE_CHECKING:
         RemoteCollected,
         RemoteCommit,
         RemoteProblem,
+        RemoteResult,
+        RemoteUsage,
         Warmed,
     )
     from castore.remote.remote import Remote
@@ -113,8 +115,10 @@ __all__ = [
     "RemoteError",
     "RemoteMissingError",
     "RemoteProblem",
+    "RemoteResult",
     "RemoteSettings",
     "RemoteUnreachableError",
+    "RemoteUsage",
     "RemoteUse",
     "RemoteWarning",
     "Report",
@@ -164,6 +168,8 @@ _MODULES = {
     "RemoteCollected": "remote.outcomes",
     "RemoteCommit": "remote.outcomes",
     "RemoteProblem": "remote.outcomes",
+    "RemoteResult": "remote.outcomes",
+    "RemoteUsage": "remote.outcomes",
     "AwayBlobs": "index.places",
     "RemoteUse": "stats",
     "RemoteSettings": "remote.remotes",

@@ -126,6 +126,63 @@ def rm(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         print_json({"removed": name})
 
 
+@remote.command("stat")
+def stat(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
+    """Show what is in a remote: refs, objects, shared results, and their sizes.
+
+    \b
+    castore remote stat team
+    """
+    need_output()
+    with open_store(context) as store:
+        found = store.remote(name).usage()
+    if as_json:
+        print_json(found._asdict() | {"size": found.size})
+        return
+    rows = (
+        ("refs", found.refs, ""),
+        ("pages and commits", found.trees, format_size(found.trees_size)),
+        ("objects", found.objects, format_size(found.objects_size)),
+        ("shared results", found.results, format_size(found.results_size)),
+        ("in all", sum((found.trees, found.objects, found.results)), format_size(found.size)),
+    )
+    print_table(("", "NUMBER", "SIZE"), ((words, f"{number:,}", size) for words, number, size in rows))
+
+
+@remote.command("results")
+def results(
+    context: typer.Context,
+    name: Name,
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="Keys at and below it.  [default: all]")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the shared results of computations: their keys, sizes and ages. Reads each of their records.
+
+    \b
+    castore remote results team
+    castore remote results team features
+    """
+    need_output()
+    with open_store(context) as store, growing_progress("reading", counts=True) as progress:
+        found = store.remote(name).results(prefix, progress=progress)
+    if as_json:
+        print_json([result._asdict() for result in found])
+        return
+    rows = (
+        (
+            result.key,
+            format_size(result.size),
+            format_local(result.created),
+            format_local(result.used),
+            "never" if result.expires is None else format_local(result.expires),
+        )
+        for result in found
+    )
+    print_table(("KEY", "SIZE", "COMPUTED", "LAST USE", "EXPIRES"), rows)
+
+
 @remote.command("forget")
 def forget(
     context: typer.Context,
@@ -202,6 +259,13 @@ def gc(
     grace: Annotated[
         str, typer.Option(metavar="TIME", help="How long garbage stays, and commits that were newest.")
     ] = "1d",
+    unused: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Delete shared results that no node has used for so long.  [default: keep them]",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what is garbage.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -209,11 +273,11 @@ def gc(
 
     \b
     castore remote gc team --dry-run
-    castore remote gc team --keep-commits 10
+    castore remote gc team --keep-commits 10 --unused 30d
     """
     with open_store(context) as store, growing_progress("deleting") as progress:
         done = store.remote(name).gc(
-            keep_commits=keep_commits, grace=grace, dry_run=dry_run, progress=progress
+            keep_commits=keep_commits, grace=grace, unused=unused, dry_run=dry_run, progress=progress
         )
     if as_json:
         print_json(done._asdict())

@@ -38,10 +38,12 @@ class Versioned(NamedTuple):
         data: all bytes.
         version: opaque; another after each write. On S3 it is a digest of the bytes and recurs with them, so
             each write of a conditional object should have bytes of its own, an id of its writer for example.
+        modified: by the storage's clock, seconds since the epoch.
     """
 
     data: bytes
     version: Any
+    modified: float
 
 
 class Patience(NamedTuple):
@@ -128,6 +130,15 @@ class Bucket(Protocol):
 
     def replace(self, key: str, data: bytes, version: Any) -> bool:
         """Write a small object if it still has ``version`` (compare and swap); False if it has not."""
+        ...
+
+    def renew(self, key: str, seen: Versioned) -> None:
+        """Note that an object of `create` is in use: its time of change becomes the present one.
+
+        Args:
+            key: of the object.
+            seen: the object as it was read. If it has changed since, nothing happens.
+        """
         ...
 
     def listing(self, prefix: str) -> Iterator[Listed]:

@@ -243,7 +243,7 @@ class CloudBucket:
         if len(data) != meta["size"]:
             raise RemoteError(f"{self.url} gave {len(data)} bytes of {key}, which has {meta['size']}")
         version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
-        return Versioned(data, version)
+        return Versioned(data, version, meta["last_modified"].timestamp())
 
     def _get(self, key: str) -> tuple[ObjectMeta, bytes]:
         found = obstore.get(self._store, key)
@@ -317,6 +317,10 @@ class CloudBucket:
         if not version:
             raise RemoteError(f"{self.url} gives objects no version, so {key} cannot be changed safely")
         return self._put_if(key, data, version)
+
+    def renew(self, key: str, seen: Versioned) -> None:
+        """See `Bucket`."""
+        self.replace(key, seen.data, seen.version)
 
     def _put_if(self, key: str, data: bytes, mode: Any) -> bool:
         def write() -> bool:

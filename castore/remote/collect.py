@@ -4,7 +4,8 @@ collection_state.py.
 One run ends an epoch whose keys have been condemned for a grace period, by deleting those that are still
 garbage, and begins the next epoch by condemning what is garbage now. So a run a day removes objects that have
 not been needed for two days. All that is needed is found by reading all trees: if any page cannot be read,
-nothing is condemned and nothing is deleted. A record of a result that is damaged or has expired is garbage.
+nothing is condemned and nothing is deleted. A record of a result that is damaged, has expired or
+has not been used for long enough is garbage.
 Dictionaries stay: a few small objects that no tree lists.
 """
 
@@ -37,11 +38,13 @@ from castore.remote.keys import CLAIMS, COMMITS, RESULTS, TREES, commit_key, obj
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Page
-from castore.remote.result_records import read_records
+from castore.remote.result_records import RENEW_SECONDS, read_records
 from castore.remote.tree import Tree
 
 #: Seconds of the shortest grace period: longer than any push acts upon a state that it has read.
 SHORTEST_GRACE = 10 * FRESH_SECONDS
+#: Seconds of the shortest time without a use: longer than a use may go without being noted.
+SHORTEST_UNUSED = 2 * RENEW_SECONDS
 #: Seconds without a sign of life, by the storage's clock, after which another collector goes on.
 ABANDONED_SECONDS = 900.0
 # Seconds between two signs of life. The oldest one that allows a deletion is much younger than the above.
@@ -65,6 +68,7 @@ def collect(
     *,
     keep_commits: int | None,
     grace: float,
+    unused: float | None = None,
     dry_run: bool,
     progress: Callable[[int, int], object] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
@@ -77,6 +81,7 @@ def collect(
         keep_commits: number of each ref's newest commits that are kept; None for all. Commits that were a
             ref's newest within the grace period are kept in any case.
         grace: seconds.
+        unused: seconds without a use after which a shared result is garbage; None for never.
         dry_run: change nothing, and list what a first run would condemn.
         progress: called with bytes that were deleted, and those of all that are.
         clock: a monotonic clock, in seconds.
@@ -86,7 +91,7 @@ def collect(
         RemoteError: something is missing, or another collector is at work.
     """
     marker.check(bucket)
-    run = _Run(bucket, pages, keep_commits, grace, progress, clock)
+    run = _Run(bucket, pages, keep_commits, grace, unused, progress, clock)
     if dry_run:
         garbage = run.find().garbage
         return RemoteCollected(0, 0, len(garbage), _size(garbage.values()), None)
@@ -104,6 +109,7 @@ class _Run:
         pages: PageCache,
         keep_commits: int | None,
         grace: float,
+        unused: float | None,
         progress: Callable[[int, int], object],
         clock: Callable[[], float],
     ) -> None:
@@ -111,6 +117,7 @@ class _Run:
         self._pages = pages
         self._keep_commits = keep_commits
         self._grace = grace
+        self._unused = unused
         self._progress = progress
         self._clock = clock
         self._id = uuid.uuid4().hex
@@ -147,7 +154,10 @@ class _Run:
     def _needed(self, now: float) -> Iterator[str]:
         """The keys that kept commits and shared results need."""
         for listed, record in read_records(self._bucket):
-            if record is not None and (record.row.expires is None or record.row.expires > now):
+            is_old = self._unused is not None and listed.modified <= now - self._unused
+            if record is None or is_old:
+                continue
+            if record.row.expires is None or record.row.expires > now:
                 yield listed.key
                 if record.object_key is not None:
                     yield record.object_key

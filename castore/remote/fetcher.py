@@ -420,7 +420,14 @@ class Fetcher:
         return self._offers.is_busy
 
     def _results(self, source: _Source) -> ResultSharing:
-        return ResultSharing(self._parts, source.bucket, source.settings.name, self._network, self._commit)
+        return ResultSharing(
+            self._parts,
+            source.bucket,
+            source.settings.name,
+            self._network,
+            self._commit,
+            renews=not (source.settings.read_only or source.settings.single_writer),
+        )
 
     def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
         """Begin what nobody else has begun, and wait for some of it."""

@@ -53,9 +53,10 @@ class FolderBucket:
             file, number = self._open(key)
             with file:
                 data = file.read(SMALL + 1)
+                modified = os.fstat(file.fileno()).st_mtime
         if len(data) > SMALL:
             raise RemoteError(f"{key} in {self.url} is larger than castore writes it")
-        return Versioned(data, number)
+        return Versioned(data, number, modified)
 
     def size(self, key: str) -> int | None:
         """See `Bucket`."""
@@ -112,6 +113,11 @@ class FolderBucket:
         with _translated(self, key):
             # Version 0 is an object of `put`, which has no versions.
             return version > 0 and self._link(key, data, version + 1)
+
+    def renew(self, key: str, seen: Versioned) -> None:
+        """See `Bucket`. A version more each day would take space."""
+        with _translated(self, key), suppress(FileNotFoundError):  # another version has come, or none is left
+            os.utime(self._version(key, seen.version))
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         """See `Bucket`."""

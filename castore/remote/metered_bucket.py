@@ -164,6 +164,12 @@ class MeteredBucket:
         with self._request("writes"):
             return self._bucket.replace(key, data, version)
 
+    def renew(self, key: str, seen: Versioned) -> None:
+        """See `Bucket`."""
+        self._send(len(seen.data))
+        with self._request("writes"):
+            self._bucket.renew(key, seen)
+
     def listing(self, prefix: str) -> Iterator[Listed]:
         """See `Bucket`. Counted as one request for each thousand objects."""
         with self._request("lists"):

@@ -136,6 +136,49 @@ class RemoteProblem(NamedTuple):
     names: tuple[str, ...]
 
 
+class RemoteResult(NamedTuple):
+    """A shared result of a computation.
+
+    Attributes:
+        key: of the computation.
+        size, stored: its bytes, uncompressed and as they are stored.
+        created: when it was computed, seconds since the epoch.
+        used: when a node last used it, to a day, by the storage's clock.
+        expires: when it stops being good, or None for never.
+    """
+
+    key: str
+    size: int
+    stored: int
+    created: float
+    used: float
+    expires: float | None
+
+
+class RemoteUsage(NamedTuple):
+    """The contents of a remote.
+
+    Attributes:
+        refs: number of refs.
+        objects, objects_size: objects with the bytes of blobs, and their bytes.
+        trees, trees_size: pages of trees and commits, and their bytes.
+        results, results_size: records of shared results, and their bytes. Those of large results are objects.
+    """
+
+    refs: int
+    objects: int
+    objects_size: int
+    trees: int
+    trees_size: int
+    results: int
+    results_size: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.objects_size + self.trees_size + self.results_size
+
+
 class Checked(NamedTuple):
     """The outcome of a check.
 

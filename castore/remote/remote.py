@@ -27,6 +27,8 @@ from castore.remote.outcomes import (
     RemoteCollected,
     RemoteCommit,
     RemoteProblem,
+    RemoteResult,
+    RemoteUsage,
     Warmed,
 )
 from castore.remote.remotes import RemoteSettings
@@ -201,6 +203,23 @@ class Remote:
             raise RemoteDeniedError(f"remote {self.name!r} was added with --read-only, so nothing is removed")
         return sum(self._call("forget", {"keys": [check_name(key) for key in keys]}))
 
+    def results(self, prefix: str = "", *, progress: Progress | None = None) -> list[RemoteResult]:
+        """The shared results of computations, sorted by key. Reads each record: one request a result.
+
+        Args:
+            prefix: of the keys: those at and below it; default all.
+            progress: called with the number of results that were read.
+
+        Raises:
+            InvalidNameError: ``prefix`` is neither empty nor a name.
+        """
+        found = self._call("results", {"prefix": check_prefix(prefix).rstrip("/")}, progress)
+        return [RemoteResult(*fields) for fields in found]
+
+    def usage(self) -> RemoteUsage:
+        """The number of refs, objects and results, and their bytes. Reads listings alone."""
+        return RemoteUsage(*self._call("usage", {}))
+
     def refs(self) -> list[str]:
         """The names of all refs, sorted."""
         found: list[str] = self._call("refs", {})
@@ -291,10 +310,11 @@ class Remote:
         *,
         keep_commits: int | None = None,
         grace: float | str = "1d",
+        unused: float | str | None = None,
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> RemoteCollected:
-        """Collect the remote's garbage: objects that no kept commit of any ref needs.
+        """Collect the remote's garbage: objects that no kept commit of any ref needs, and no shared result.
 
         A run condemns what is garbage now. It deletes what an earlier run condemned at least a grace period
         ago, and what is still garbage. So run it now and then, once a day for example; one collector at a
@@ -305,16 +325,18 @@ class Remote:
                 ref's newest within the grace period are kept in any case.
             grace: seconds, or ``"2d"``; at least 40 minutes. The longest time that a reader may need a commit
                 which is not kept, or that a push may take.
+            unused: seconds, or ``"30d"``, without a use after which a shared result is garbage; at least two
+                days, since uses are noted once a day. Default never.
             dry_run: change nothing; ``condemned`` is what would be condemned.
             progress: called with bytes that were deleted, and those of all that are.
 
         Raises:
             RemoteDeniedError: the remote was added with ``--read-only``, or the credentials may not delete.
-            InvalidValueError: no commit would be kept, or the grace period is too short.
+            InvalidValueError: no commit would be kept, or the grace period or ``unused`` is too short.
             CorruptError: a page is damaged, so what is garbage cannot be told; nothing was deleted.
             RemoteError: another collector is at work.
         """
-        from castore.remote.collect import SHORTEST_GRACE
+        from castore.remote.collect import SHORTEST_GRACE, SHORTEST_UNUSED
 
         seconds = parse_duration(grace)
         if seconds < SHORTEST_GRACE:
@@ -322,13 +344,19 @@ class Remote:
                 f"a grace period of {grace} is too short: a push that runs may need that long; take at least"
                 f" {SHORTEST_GRACE / 60:.0f} minutes"
             )
+        idle = None if unused is None else parse_duration(unused)
+        if idle is not None and idle < SHORTEST_UNUSED:
+            raise InvalidValueError(
+                f"results that were not used for {unused} cannot be told: uses are noted once a day; take at"
+                " least 2 days"
+            )
         if keep_commits is not None and keep_commits < 1:
             raise InvalidValueError(f"{keep_commits} commits cannot be kept: keep the newest one at least")
         if self.settings.read_only and not dry_run:
             raise RemoteDeniedError(
                 f"remote {self.name!r} was added with --read-only, so nothing in it is deleted"
             )
-        arguments = {"keep_commits": keep_commits, "grace": seconds, "dry_run": dry_run}
+        arguments = {"keep_commits": keep_commits, "grace": seconds, "unused": idle, "dry_run": dry_run}
         return RemoteCollected(**self._call("gc", arguments, progress))
 
     def repair(self, checked: Checked, *, progress: Progress | None = None) -> list[Pushed]:

@@ -19,6 +19,9 @@ from castore.remote.pages import Row, decode, digest_of, encode_leaf
 
 #: Results of at most this many stored bytes lie in their records.
 INLINE_BYTES = 64 << 10
+#: Seconds after which a record that is used is written again, byte for byte: so the time of its last write
+#: says, to a day, when it was last used.
+RENEW_SECONDS = 86_400.0
 _MAGIC = b"castore key 1\r\n"
 # Length of the page, and whether the result's bytes follow it.
 _HEAD = struct.Struct("<I?")

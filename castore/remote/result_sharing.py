@@ -19,12 +19,18 @@ from castore.errors import CorruptError, RemoteError, RemoteMissingError, TooLar
 from castore.gc.collect import remove_blobs
 from castore.parts import Parts
 from castore.records import Entry, EntrySpec
-from castore.remote.bucket import Bucket
+from castore.remote.bucket import Bucket, Versioned
 from castore.remote.collection_state import Guard
 from castore.remote.fetch import BlobFetcher, refuse_pickle
 from castore.remote.keys import dictionary_key, result_key
 from castore.remote.pages import Place, Row, digest_of
-from castore.remote.result_records import INLINE_BYTES, Record, decode_record, encode_record
+from castore.remote.result_records import (
+    INLINE_BYTES,
+    RENEW_SECONDS,
+    Record,
+    decode_record,
+    encode_record,
+)
 from castore.remote.send import Sender, read_small, row_of
 from castore.units import format_size
 from castore.write.open_pack import Vanished
@@ -61,12 +67,16 @@ class ResultSharing:
         remote: the remote's name in this store.
         pool: fetches and uploads.
         commit: names what has come.
+        renews: whether records that are used are written again after `RENEW_SECONDS`.
     """
 
-    def __init__(self, parts: Parts, bucket: Bucket, remote: str, pool: Executor, commit: Commit) -> None:
+    def __init__(
+        self, parts: Parts, bucket: Bucket, remote: str, pool: Executor, commit: Commit, *, renews: bool
+    ) -> None:
         self._parts = parts
         self._bucket = bucket
         self._remote = remote
+        self._renews = renews
         self._pool = pool
         self._commit = commit
 
@@ -83,9 +93,10 @@ class ResultSharing:
         """
         key = result_key(name)
         try:
-            data = self._bucket.get(key).data
+            there = self._bucket.get(key)
         except RemoteMissingError:
             return Answer(False, None, None)
+        data = there.data
         token = digest_of(data)
         if token == known:
             return Answer(False, None, token)
@@ -98,6 +109,8 @@ class ResultSharing:
         row = _with_lifetime(row, lifetime)
         if row.expires is not None and row.expires <= time.time():
             return Answer(False, None, token)
+        if self._renews and there.modified < time.time() - RENEW_SECONDS:
+            self._pool.submit(self._renew, key, there)
         if payload is None:
             return Answer(False, row, token)
         try:
@@ -107,6 +120,12 @@ class ResultSharing:
             return Answer(False, None, token)
         self._commit([(_spec(row), staged)])
         return Answer(True, None, token)
+
+    def _renew(self, key: str, there: Versioned) -> None:
+        try:
+            self._bucket.renew(key, there)
+        except RemoteError as error:  # another node that uses it renews it, or this one at its next use
+            log.info("the use of a shared result is not noted: %s", error)
 
     def keep(self, row: Row) -> None:
         """Fetch the bytes of a result that `find` gave, and have it in the store.

@@ -169,7 +169,7 @@ class SharedResults:
 
     def offer(
         self, name: str, refused: bytes | None, claim: socket.socket | None, seconds: float, *, keep: bool
-    ) -> None:
+    ) -> bool:
         """Have a result uploaded in the background, unless the remote has one.
 
         Args:
@@ -178,18 +178,23 @@ class SharedResults:
             claim: the connection that holds the claim; None without one.
             seconds: that the computation took.
             keep: whether the entry stays in the store afterwards.
+
+        Returns:
+            Whether the upload has begun.
         """
         self._seconds[_folder(name)] = seconds
         if self._settings.read_only:
-            return
+            return False
         call = self._fetcher.call if claim is None else partial(self._fetcher.go_on, claim)
         begun = self._ask(call, "offer_result", name=name, refused=refused, keep=keep)
         if begun is None and claim is not None:  # the fetcher that held the claim was killed
             begun = self._ask(self._fetcher.call, "offer_result", name=name, refused=refused, keep=keep)
-        if begun is not None:
-            fetcher, failure = begun
-            self._offered.append((fetcher, name, keep))
-            self._tell(failure)
+        if begun is None:
+            return False
+        fetcher, failure = begun
+        self._offered.append((fetcher, name, keep))
+        self._tell(failure)
+        return True
 
     def find_many(self, names: Sequence[str], lifetime: float | None) -> None:
         """Have those of some results in the store that the remote has, as `find`; damaged ones are left out.
@@ -304,7 +309,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
         name: str,
         find: Callable[[bytes | None], Any],
         claim: Callable[[], tuple[bool, socket.socket | None]],
-        offer: Callable[..., None],
+        offer: Callable[..., bool],
     ) -> None:
         self._name = name
         self._find, self._claim, self._offer = find, claim, offer
@@ -382,14 +387,17 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
                     return True, value
         return False, None
 
-    def offer(self, *, keep: bool = True) -> None:
+    def offer(self, *, keep: bool = True) -> bool:
         """Offer the result, which is in the store now.
 
         Args:
             keep: whether the entry stays in the store once it is offered.
+
+        Returns:
+            Whether its upload has begun. If not, the entry stays in any case.
         """
         seconds = time.monotonic() - self._began
-        self._offer(self._refused, self._connection, seconds, keep=keep)
+        return self._offer(self._refused, self._connection, seconds, keep=keep)
 
     def end(self) -> None:
         """Let others compute, unless a result was offered."""

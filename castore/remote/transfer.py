@@ -87,7 +87,9 @@ class _Call:
             **options,
         )._asdict()
 
-    def gc(self, keep_commits: int | None, grace: float, dry_run: bool) -> dict[str, Any]:
+    def gc(
+        self, keep_commits: int | None, grace: float, unused: float | None, dry_run: bool
+    ) -> dict[str, Any]:
         from castore.remote.collect import collect
 
         return collect(
@@ -95,6 +97,7 @@ class _Call:
             self.pages,
             keep_commits=keep_commits,
             grace=grace,
+            unused=unused,
             dry_run=dry_run,
             progress=_Progress(),
         )._asdict()
@@ -127,6 +130,27 @@ class _Call:
         there = [self.bucket.size(result_key(key)) is not None for key in keys]
         self.bucket.delete(map(result_key, keys))
         return there
+
+    def results(self, prefix: str) -> list[Any]:
+        from castore.remote.result_records import read_records
+
+        progress, found = _Progress(), []
+        for number, (listed, record) in enumerate(read_records(self.bucket)):
+            progress(number + 1, number + 2)  # how many there are is not known before the end
+            if record is not None and f"{record.row.name}/".startswith(f"{prefix}/" if prefix else ""):
+                row = record.row
+                fields = [row.name, row.size, row.place.stored, row.created, listed.modified, row.expires]
+                found.append(fields)
+        return sorted(found)
+
+    def usage(self) -> list[int]:
+        from castore.remote.keys import COMMITS, RESULTS, TREES
+
+        counts = [len(commits.list_refs(self.bucket))]
+        for folders in (("objects/", "packs/", "dicts/"), (TREES, COMMITS), (RESULTS,)):
+            sizes = [one.size for folder in folders for one in self.bucket.listing(folder)]
+            counts += [len(sizes), sum(sizes)]
+        return counts
 
     def refs(self) -> list[str]:
         return commits.list_refs(self.bucket)

@@ -416,7 +416,7 @@ def test_the_shell_completes_words_of_sub_commands(castore: Start, folder: Path,
         asked = {"_CASTORE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(count)}
         return castore(env=asked | {"CASTORE_DIR": str(folder)}).communicate()[0].split()
 
-    assert completed("castore remote r") == [b"rm"]
+    assert sorted(completed("castore remote r")) == [b"results", b"rm"]
     assert completed("castore remote rm ") == [b"team"]
     assert completed("castore push --to t") == [b"team"]
 
@@ -549,6 +549,31 @@ def test_gc_says_what_is_garbage_and_what_it_did(cli: Cli, store: Store, team: s
         wrong = cli("remote", "gc", team, *options)
         assert wrong.code == 2
         assert message in wrong.err
+
+
+def test_what_is_in_a_remote_is_counted_and_results_are_listed(
+    cli: Cli, store: Store, team: str, tmp_path: Path
+) -> None:
+    store.put("name", b"1")
+    assert cli("push").code == 0
+    with Store(store.path, remote=team) as shared:
+        shared.get_or_compute("features/a", lambda: "text")
+        shared.get_or_compute("other", lambda: 1, ttl="1h")
+    end_fetcher(store)
+    found = cli("remote", "stat", team, "--json").json
+    assert (found["refs"], found["objects"], found["results"]) == (1, 1, 2)
+    assert found["size"] == found["objects_size"] + found["trees_size"] + found["results_size"]
+    lines = cli("remote", "stat", team).out.splitlines()
+    assert [line.split("\t")[:2] for line in lines][3] == ["shared results", "2"]
+    listed = cli("remote", "results", team, "--json").json
+    assert [one["key"] for one in listed] == ["features/a", "other"]
+    assert [one["expires"] is None for one in listed] == [True, False]
+    [line] = cli("remote", "results", team, "features").out.splitlines()
+    assert line.startswith("features/a\t")
+    assert line.endswith("\tnever")
+    assert cli("remote", "results", team, "nothing").out == ""
+    wrong = cli("remote", "gc", team, "--unused", "1d")
+    assert (wrong.code, "at least 2 days" in wrong.err) == (2, True)
 
 
 def test_gc_condemns_what_an_interrupted_push_has_left(

@@ -207,7 +207,9 @@ def garbage(folder: Folder) -> Collected:
     began = time.time()
     until(lambda: _file_time(folder) > began)  # else what was written a moment ago could be too young
     with opened(folder, "one") as store:
-        done = store.remote("team")._call("gc", {"keep_commits": 1, "grace": 0.0, "dry_run": False})
+        done = store.remote("team")._call(
+            "gc", {"keep_commits": 1, "grace": 0.0, "unused": None, "dry_run": False}
+        )
     return Collected(done["deleted"], done["condemned"])
 
 
@@ -606,13 +608,14 @@ def _compute_and_offer(folder: Folder) -> None:
         claim = claims.Claims(shared).take("computed")
         assert claim is not None
         store.put("computed", noise(200_000, 5))
-        ResultSharing(store.parts, shared, "team", pool, store.writer.commit).offer("computed", None)
+        results = ResultSharing(store.parts, shared, "team", pool, store.writer.commit, renews=True)
+        results.offer("computed", None)
         claim.release()
 
 
 def _is_offered(folder: Folder) -> bool:
     with opened(folder, "one") as store, ThreadPoolExecutor(2) as pool:
-        found = ResultSharing(store.parts, bucket(folder), "team", pool, store.writer.commit)
+        found = ResultSharing(store.parts, bucket(folder), "team", pool, store.writer.commit, renews=True)
         return found.find("computed", None).row is not None
 
 

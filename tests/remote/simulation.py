@@ -205,8 +205,7 @@ class MemoryBucket:
         self._world.step(f"get {key}")
         if key not in self._world.objects:
             raise RemoteMissingError(f"there is no {key}")
-        data, version, _ = self._world.objects[key]
-        return Versioned(data, version)
+        return Versioned(*self._world.objects[key])
 
     def size(self, key: str) -> int | None:
         self._world.step(f"size {key}")
@@ -231,6 +230,9 @@ class MemoryBucket:
 
     def replace(self, key: str, data: bytes, version: Any) -> bool:
         return self._conditional(key, data, version)
+
+    def renew(self, key: str, seen: Versioned) -> None:
+        self.replace(key, seen.data, seen.version)
 
     def _conditional(self, key: str, data: bytes, version: Any) -> bool:
         self._world.step(f"write {key}")
@@ -288,5 +290,4 @@ class Quiet(MemoryBucket):
 
     def get(self, key: str) -> Versioned:
         assert key in self._world.objects, f"{key} is missing\n" + "\n".join(self._world.trace[-60:])
-        data, version, _ = self._world.objects[key]
-        return Versioned(data, version)
+        return Versioned(*self._world.objects[key])

@@ -686,6 +686,76 @@ def test_a_collection_leaves_shared_results_and_removes_expired_ones(nodes: Node
     assert other.get_or_compute("small", nodes.compute(None)) == 1
 
 
+def age(nodes: Nodes, key: str, seconds: float) -> None:
+    """Have a record look as if it was written that long ago."""
+    for path in (nodes.bucket.folder / f"{result_key(key)}~").iterdir():
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def last_use(nodes: Nodes, key: str) -> float:
+    return nodes.bucket.get(result_key(key)).modified
+
+
+def test_a_result_that_no_node_uses_goes_with_a_collection_that_is_told_to(nodes: Nodes) -> None:
+    with nodes.node("first") as first:
+        for key in ("used", "unused", "new"):
+            first.get_or_compute(key, nodes.compute(noise(2 << 20)))
+    for key in ("used", "unused"):
+        age(nodes, key, 40 * 86_400)
+    with nodes.node("second") as second:
+        assert second.get_or_compute("used", nodes.compute(None)) == noise(2 << 20)
+        until(lambda: last_use(nodes, "used") > time.time() - 3600)
+    with nodes.node("collector", remote="") as store, ThreadPoolExecutor(2) as pool:
+        pages = PageCache(store.path, nodes.bucket, pool, (0o700, 0o600))
+        later: dict[str, Any] = {"keep_commits": None, "grace": -60.0, "dry_run": False}
+        for _ in range(2):
+            collect(nodes.bucket, pages, unused=None, **later)
+        assert len(list(nodes.bucket.listing("keys/"))) == 3
+        for _ in range(2):
+            collect(nodes.bucket, pages, unused=30 * 86_400.0, **later)
+    assert {one.key for one in nodes.bucket.listing("keys/")} == {result_key("used"), result_key("new")}
+    assert len(list(nodes.bucket.listing("objects/"))) == 1  # all three have the same bytes
+    with nodes.node("third") as third:
+        assert third.get_or_compute("unused", nodes.compute(b"again")) == b"again"
+
+
+def test_a_use_is_noted_once_a_day_and_by_nobody_who_only_reads(nodes: Nodes) -> None:
+    with nodes.node("first") as first:
+        first.get_or_compute("a", nodes.compute(1))
+    age(nodes, "a", 3600)
+    before = last_use(nodes, "a")
+    with nodes.node("second") as second:
+        assert second.get_or_compute("a", nodes.compute(2)) == 1
+    assert last_use(nodes, "a") == before
+    age(nodes, "a", 3 * 86_400)
+    before = last_use(nodes, "a")
+    with Store(nodes.folder / "reader") as store:
+        know(store, "team", nodes.url, read_only=True)
+    with nodes.node("reader") as reader:
+        assert reader.get_or_compute("a", nodes.compute(2)) == 1
+    assert last_use(nodes, "a") == before
+
+
+def test_results_are_listed_with_their_last_use(nodes: Nodes) -> None:
+    with nodes.node("first") as first:
+        first.get_or_compute("features/a", nodes.compute(text(100_000).decode()))
+        first.get_or_compute("features/b", nodes.compute(1), ttl="1h")
+        first.get_or_compute("featuresque", nodes.compute(2))
+        remote = first.remote("team")
+    age(nodes, "features/a", 2 * 86_400)
+    one, other = remote.results("features")
+    assert (one.key, one.size, one.expires) == ("features/a", 100_000, None)
+    assert one.used < time.time() - 86_400 < one.created <= time.time()
+    assert (other.key, other.expires is not None) == ("features/b", True)
+    assert [found.key for found in remote.results()] == ["features/a", "features/b", "featuresque"]
+    assert [found.key for found in remote.results("features/b")] == ["features/b"]
+    usage = remote.usage()
+    assert (usage.refs, usage.results, usage.objects) == (0, 3, 0)
+    assert usage.size == usage.results_size == sum(found.size for found in nodes.bucket.listing("keys/"))
+    with pytest.raises(InvalidValueError, match="at least 2 days"):
+        remote.gc(unused="1d")
+
+
 def test_claims_that_killed_nodes_left_go_with_a_collection(nodes: Nodes) -> None:
     nodes.node("first").close()
     assert claims.Claims(nodes.bucket).take("a") is not None

@@ -63,6 +63,7 @@ from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dat
 from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
 from castore.store import Store
+from castore.system.job_rank import job_rank
 
 if TYPE_CHECKING:
     from castore import SharedTurn
@@ -167,6 +168,7 @@ class BlockRun:
             stack.enter_context(maker)
             for _ in range(_ATTEMPTS):
                 with contextlib.suppress(_FilesChanged):
+                    self._make_share(maker)
                     while (results := self._try_all(maker)) is None:
                         continue  # another run has ended without a block that it had claimed
                     break
@@ -178,6 +180,39 @@ class BlockRun:
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
+
+    def _make_share(self, maker: _Maker) -> None:
+        """Make this rank's part of the blocks first, if the ranks of a job share results over a remote.
+
+        So ranks do not ask for the same blocks all the time. Any rank makes those that are left.
+        """
+        rank, ranks = job_rank()
+        if ranks == 1 or self._fresh or not self._store.is_shared:
+            return
+        keys, first = _Keys(self._step), 0
+        done: list[_Item] = []
+        numbers: deque[int] = deque()
+
+        def own(blocks: Generator[SourceBlock, None, None]) -> Generator[SourceBlock, None, None]:
+            nonlocal first
+            with contextlib.closing(blocks):
+                for number, block in enumerate(blocks):
+                    # The keys of later blocks need the features of the first.
+                    if number % ranks == rank or not keys.are_final:
+                        numbers.append(number)
+                        yield block
+                    elif self._step.is_numbered:
+                        first += len(block.read())
+
+        source = iter(ReadAhead(source_blocks(self._step.dataset, self._step.rule)))
+        with contextlib.closing(self._look_ahead(own(source), keys)) as blocks:
+            for block in blocks:
+                item, rows = self._take(block, numbers.popleft(), first, keys, maker)
+                done.append(item)
+                first += rows
+        for item in done:
+            if isinstance(item, Future):
+                item.result()
 
     def _try_all(self, maker: _Maker) -> list[BlockResult] | None:
         """Take the results that are there, and make those that nobody else makes.

@@ -143,7 +143,8 @@ class SharedBlocks(Generic[B]):
             except (FullError, TooLargeError) as error:
                 log.warning("a block of embeddings is not shared with other nodes: %s", error)
             else:
-                turn.offer(keep=False)
+                if not turn.offer(keep=False):
+                    self._remove(name)
 
     def close(self) -> None:
         """Release the claims of blocks that were not finished."""

@@ -117,6 +117,40 @@ def test_nodes_that_run_one_step_at_once_divide_its_blocks(folder: Path) -> None
     assert len(seen(folder)) < ROWS * 1.4
 
 
+def test_ranks_begin_with_their_own_part_of_the_blocks_and_leave_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = logging(str(folder / "log"))
+    parts: list[list[int]] = []
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", f"{rank}")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with Store(folder / f"node{rank}", remote="team") as store:
+            result = cached_map(rows(), function, store=store)
+        assert result["length"] == rows().map(len_of)["length"]
+        parts.append(seen(folder))
+        (folder / "log").write_text("")
+    alone, after = parts
+    assert sorted(alone) == list(range(ROWS))  # the other rank had not begun
+    assert after == []
+    # After the first block, which decides the features, every second one comes before those in between.
+    assert alone != sorted(alone)
+
+
+def test_indices_count_from_the_first_row_whichever_rank_runs_a_block(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with Store(folder / "node0", remote="team") as store:
+        result = cached_map(rows(), with_index, store=store, with_indices=True)
+    assert result["place"] == list(range(ROWS))
+
+
+def with_index(row: dict[str, Any], index: int) -> dict[str, Any]:
+    return {"place": index}
+
+
 def test_the_blocks_of_a_killed_node_are_run_by_another(folder: Path) -> None:
     function = logging(str(folder / "log"), 0.004)
     child = os.fork()

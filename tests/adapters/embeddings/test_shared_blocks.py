@@ -176,6 +176,35 @@ def test_a_remote_that_is_gone_ends_no_fill(folder: Path) -> None:
         cache = EmbeddingCache("items", store)
         assert cache.fill(range(ITEMS), range(ITEMS), OUTPUTS["tensor"]) == ITEMS
         assert len(cache) == ITEMS
+        assert travelling(store) == []
+
+
+def test_a_remote_that_is_only_read_gets_nothing(folder: Path) -> None:
+    with Store(folder / "node0") as store:
+        store.remove_remote("team")
+        store.add_remote("team", (folder / "bucket").as_uri(), read_only=True)
+    with Store(folder / "node0", remote="team") as store:
+        assert EmbeddingCache("items", store).fill(range(100), range(100), OUTPUTS["tensor"]) == 100
+        assert travelling(store) == []
+    with Store(folder / "node1", remote="team") as store:
+        assert EmbeddingCache("items", store).fill(range(100), range(100), OUTPUTS["tensor"]) == 100
+    with Store(folder / "node2") as store:
+        store.remove_remote("team")
+        store.add_remote("team", (folder / "bucket").as_uri(), read_only=True)
+    with Store(folder / "node2", remote="team") as store:
+        assert EmbeddingCache("items", store).fill(range(100), range(100), refuse) == 0
+        assert travelling(store) == []
+
+
+def test_a_store_without_room_for_blocks_shares_none_and_keeps_its_rows(folder: Path) -> None:
+    def encode(items: list[int]) -> torch.Tensor:
+        return torch.rand(len(items), 500, generator=torch.Generator().manual_seed(items[0]))
+
+    with Store(folder / "node0", remote="team", max_size="3MB") as store:
+        cache = EmbeddingCache("items", store)
+        assert cache.fill(range(ITEMS), range(ITEMS), encode) == ITEMS
+        assert len(cache) == ITEMS
+        assert cache.fill(range(ITEMS), range(ITEMS), refuse) == 0
 
 
 # --- a model's encoders ---------------------------------------------------------------------------
