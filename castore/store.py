@@ -119,8 +119,8 @@ class Store:
     A part of the interface is for adapters, which work with entries and blobs past the rules of `get`:
     ``find``, ``find_many``, ``entries_with_key``, ``delete_unchanged``, ``names_of``,
     ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
-    ``has_dictionary``, ``counters``, ``is_shared``, ``share``, ``find_shared``, ``offer_shared``,
-    ``require_writable`` and ``tree``.
+    ``has_dictionary``, ``counters``, ``is_shared``, ``shared_remote``, ``share``, ``find_shared``,
+    ``offer_shared``, ``require_writable`` and ``tree``.
     The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
 
     Attributes:
@@ -1441,6 +1441,15 @@ class Store:
     def is_shared(self) -> bool:
         """Whether the results of computations are shared over a ``remote``."""
         return self._shared is not None
+
+    @property
+    def shared_remote(self) -> Remote | None:
+        """The remote over which the results of computations are shared; None without one.
+
+        Raises:
+            NotFoundError: the store does not know the remote that ``$CASTORE_REMOTE`` names.
+        """
+        return None if self._shared is None else self.remote(self._shared.remote)
 
     def share(self, name: str, *, ttl: float | str | None = None) -> SharedTurn | None:
         """This process's turn to find an entry over the store's ``remote``, or to compute and offer it; None

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 
 from castore import Store
 from castore.cli.exit_codes import TERMINATED
-from castore.cli.output import AsJson, console, plural, print_error, print_json
+from castore.cli.output import AsJson, console, plural, print_error, print_json, spinner
 from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
 from castore.units import format_duration, format_size
@@ -84,6 +85,14 @@ def process(
             help="Share steps with other nodes over it.  [default: $CASTORE_REMOTE]",
         ),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="ENGINE", help="ray: have all nodes of a Ray cluster share the work."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", metavar="ADDRESS", help="Of the Ray cluster.  [default: $RAY_ADDRESS]"),
+    ] = None,
     temp_dir: Annotated[
         str | None,
         typer.Option(
@@ -124,7 +133,11 @@ def process(
         raise typer.BadParameter("--explain and --estimate answer two questions; ask one at a time")
     if blame is not None and (explain or estimate):
         raise typer.BadParameter("--blame answers a question of its own; ask one at a time")
-    _find_modules(config)
+    if on not in (None, "ray"):
+        raise typer.BadParameter(f"--on {on}: the only engine is ray")
+    if address is not None and on is None:
+        raise typer.BadParameter("--address is that of a Ray cluster: give --on ray, too")
+    folders = _find_modules(config)
     recipe = recipes.read(config).replace(
         dataset_path=dataset_path,
         export_path=export_path,
@@ -148,7 +161,36 @@ def process(
         elif blame is not None:
             _show_blame(recipe, store, blame, as_json)
         else:
+            if on is not None:
+                _run_on_ray(recipe, store, folders, address)
             _run(recipe, store, as_json)
+
+
+def _run_on_ray(recipe: Recipe, store: Store, folders: list[str], address: str | None) -> None:
+    from castore.adapters.ray import run_on_nodes
+
+    if not recipe.use_cache:
+        raise InvalidValueError("nodes share the steps that are kept: leave use_cache on")
+    try:
+        with spinner("running on the nodes of the Ray cluster"):
+            run_on_nodes(partial(_run_on_node, recipe, folders), store, cpus=recipe.num_proc, address=address)
+    except (CastoreError, OSError):
+        raise
+    except Exception as error:  # a user's operator may raise anything
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CastoreError(f"a node of the cluster failed: {what}; what was done is kept") from error
+
+
+def _run_on_node(recipe: Recipe, folders: list[str], store: Store) -> None:
+    from castore.recipes.runner import run_steps
+
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    before = os.getcwd()
+    os.chdir(folders[0])  # the recipe may name files from there
+    try:
+        run_steps(recipe, store)
+    finally:
+        os.chdir(before)
 
 
 @contextmanager
@@ -174,11 +216,13 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _find_modules(config: Path) -> None:
+def _find_modules(config: Path) -> list[str]:
     """Have operators found beside the recipe and in the working folder, as `python` does for a script."""
-    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config))):
+    folders = [os.getcwd(), os.path.dirname(os.path.abspath(config))]
+    for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
+    return folders
 
 
 def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path:

@@ -202,6 +202,21 @@ def estimate(recipe: Recipe, store: Store) -> Estimate:
         return pipeline.estimate_space(load_input(recipe, pipeline))
 
 
+def run_steps(recipe: Recipe, store: Store) -> None:
+    """Have all steps of a recipe in the store, and write no result: one node's part of a run on several.
+
+    Raises:
+        CastoreError, OSError: as for `process`.
+        Exception: an exception of an operator.
+    """
+    pipeline = make_pipeline(recipe, store)
+    with quiet():
+        try:
+            pipeline.run(_open_input(find_source(recipe), recipe, pipeline, lazy=False))
+        finally:
+            wait()
+
+
 def process(
     recipe: Recipe,
     *,

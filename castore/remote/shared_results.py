@@ -93,7 +93,7 @@ class SharedResults:
 
     def __init__(self, parts: Parts, remote: str) -> None:
         self._parts = parts
-        self._remote = remote
+        self.remote = remote
         self._fetcher = FetcherClient(parts.path)
         self._silent_until = 0.0
         # By which fetcher each result was offered, and whether it stays in the store.
@@ -107,7 +107,7 @@ class SharedResults:
 
     @cached_property
     def _settings(self) -> RemoteSettings:
-        return Remotes(self._parts.path, self._parts.settings).get(self._remote)
+        return Remotes(self._parts.path, self._parts.settings).get(self.remote)
 
     def turn(self, name: str, lifetime: float | None) -> SharedTurn:
         """This process's turn to find or compute a result. Others on this machine wait for it meanwhile.
@@ -131,7 +131,7 @@ class SharedResults:
         try:
             found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime, known=known)
         except (FullError, TooLargeError) as error:
-            log.warning("a result in remote %r cannot be kept: %s", self._remote, error)
+            log.warning("a result in remote %r cannot be kept: %s", self.remote, error)
             return _Look(False, None, False)
         if found is None:
             return _Look(False, None, False)
@@ -139,12 +139,12 @@ class SharedResults:
         if row is None:
             return _Look(is_here, record, not is_here)
         try:
-            self._fetcher.call("keep_result", remote=self._remote, row=row)
+            self._fetcher.call("keep_result", remote=self.remote, row=row)
         except (CorruptError, RemoteMissingError) as error:
-            log.warning("a result in remote %r is computed again: %s", self._remote, error)
+            log.warning("a result in remote %r is computed again: %s", self.remote, error)
             return _Look(False, record, True)
         except (FullError, TooLargeError) as error:
-            log.warning("a result in remote %r cannot be kept: %s", self._remote, error)
+            log.warning("a result in remote %r cannot be kept: %s", self.remote, error)
             return _Look(False, record, False)
         except _TROUBLE as error:
             self._leave_alone(error)
@@ -211,7 +211,7 @@ class SharedResults:
             large += rows
         if large:
             try:
-                self._fetcher.call("keep_results", remote=self._remote, rows=large)
+                self._fetcher.call("keep_results", remote=self.remote, rows=large)
             except _TROUBLE as error:
                 self._leave_alone(error)
 
@@ -244,7 +244,7 @@ class SharedResults:
 
     def _leave_alone(self, error: Exception) -> None:
         self._silent_until = time.monotonic() + SILENT_SECONDS
-        log.warning("remote %r is not asked for results for %g s: %s", self._remote, SILENT_SECONDS, error)
+        log.warning("remote %r is not asked for results for %g s: %s", self.remote, SILENT_SECONDS, error)
 
     def _is_quick(self, name: str) -> bool:
         """Whether computations beside this one took less time than claiming them."""
@@ -264,21 +264,21 @@ class SharedResults:
                     self._fetcher.call(
                         "offer_result",
                         timeout=LOOKUP_SECONDS,
-                        remote=self._remote,
+                        remote=self.remote,
                         name=name,
                         refused=None,
                         keep=keep,
                     )
                 fetcher, left, failure = self._finish(until)
         except _TROUBLE as error:
-            log.warning("results may not have come into remote %r: %s", self._remote, error)
+            log.warning("results may not have come into remote %r: %s", self.remote, error)
             return
         self._tell(failure)
         if left:
             log.warning(
                 "%d results are still on their way into remote %r, and lost if this machine ends now",
                 left,
-                self._remote,
+                self.remote,
             )
 
     def _finish(self, until: float) -> tuple[str, int, str | None]:
@@ -291,7 +291,7 @@ class SharedResults:
 
     def _tell(self, failure: str | None) -> None:
         if failure is not None:
-            log.warning("a result could not be offered to remote %r: %s", self._remote, failure)
+            log.warning("a result could not be offered to remote %r: %s", self.remote, failure)
 
 
 class SharedTurn(AbstractContextManager["SharedTurn"]):

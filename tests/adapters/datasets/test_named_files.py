@@ -243,7 +243,7 @@ def test_an_image_that_is_not_there_keeps_no_step_from_being_kept_that_does_not_
         return {"more": number + 1}
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", CacheWarning)
         for _ in range(2):
             found = cached_map(named(tmp_path, range(count)), more, input_columns="number", store=store)
             assert found["more"][:] == list(range(1, count + 1))

@@ -1,0 +1,221 @@
+"""A job on a Ray cluster of several nodes on this machine, in a network of its own: only loopback is there.
+
+usage: unshare --net python -m tests.adapters.ray.cluster_job FOLDER RAY_FOLDER
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from castore import Store
+from castore.adapters.datasets import Pipeline
+from castore.adapters.ray import map_batches, run, run_on_nodes
+from castore.errors import InvalidValueError
+from tests.mount.conftest import until
+
+ROWS = 3000
+_PAD = "x" * 10_000  # a block has several hundred rows
+_BRING_UP, _UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
+
+
+def bring_up_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _BRING_UP, struct.pack("16sh", b"lo", _UP))
+
+
+class Nodes:
+    """A cluster. Each node but the head, which only keeps house, has a store of its own."""
+
+    def __init__(self, folder: Path, ray_folder: str) -> None:
+        self.folder = folder
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": ray_folder} | _SMALL,
+        )
+        self._count = 0
+
+    def add(self) -> Any:
+        self._count += 1
+        variables = {
+            "CASTORE_DIR": str(self.folder / f"node{self._count}"),
+            "CASTORE_TEST_LOG": str(self.log),
+        }
+        return self.cluster.add_node(num_cpus=1, env_vars=variables, **_SMALL)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    def take_log(self) -> list[tuple[int, str]]:
+        """The numbers that functions have seen since the last call, and the store of the node of each."""
+        if not self.log.exists():
+            return []
+        lines = [line.split() for line in self.log.read_text().splitlines()]
+        self.log.unlink()
+        return [(int(number), store) for number, store in lines]
+
+
+_SMALL = {"object_store_memory": 100 << 20}
+
+
+def note(number: int) -> None:
+    with open(os.environ["CASTORE_TEST_LOG"], "a") as file:
+        file.write(f"{number} {os.environ['CASTORE_DIR']}\n")
+
+
+def rows() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"n": list(range(ROWS)), "text": [f"{n} {_PAD}" for n in range(ROWS)]})
+
+
+def measure(row: dict[str, Any]) -> dict[str, Any]:
+    import time
+
+    note(row["n"])
+    time.sleep(0.004)
+    return {"length": len(row["text"])}
+
+
+def double(row: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": 2 * row["length"]}
+
+
+def fail(row: dict[str, Any]) -> dict[str, Any]:
+    raise KeyError(f"row {row['n']}")
+
+
+def squares(batch: dict[str, Any]) -> dict[str, Any]:
+    for number in batch["id"]:
+        note(int(number))
+    return {
+        "id": batch["id"],
+        "square": batch["id"] ** 2,
+        "grid": batch["id"][:, None, None] * np.ones((2, 2)),
+    }
+
+
+def runs_a_pipeline_while_a_node_is_killed_and_another_comes(nodes: Nodes, store: Store) -> None:
+    killed = nodes.add()
+    nodes.add()
+
+    def disturb() -> None:
+        until(lambda: nodes.log.exists() and len(nodes.log.read_text().splitlines()) > ROWS / 4)
+        nodes.cluster.remove_node(killed, allow_graceful=False)
+        nodes.add()
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    result = run(Pipeline([measure, double], store=store), rows())
+    disturber.join()
+    plain = rows().map(lambda row: {"length": len(row["text"])}).map(double)
+    assert result.dataset[:] == plain[:]
+    assert result.dataset.features == plain.features
+    assert [step.rows_run for step in result.steps] == [0, 0], "the driver has run rows"
+    seen = nodes.take_log()
+    assert {number for number, _ in seen} == set(range(ROWS))
+    assert len(seen) < 1.5 * ROWS, "more ran again than what the killed node had under way"
+    assert len(Counter(place for _, place in seen)) > 1, "one node has run all"
+
+
+def runs_nothing_again(nodes: Nodes, store: Store) -> None:
+    assert run(Pipeline([measure, double], store=store), rows()).hits == 2
+    assert nodes.take_log() == []
+
+
+def raises_what_an_operator_raises(nodes: Nodes, store: Store) -> None:
+    with pytest.raises(KeyError, match="row"):
+        run(Pipeline([fail], store=store), rows())
+
+
+def refuses_stores_and_pipelines_that_share_nothing(nodes: Nodes, store: Store) -> None:
+    alone = Store(nodes.folder / "alone")
+    for refused in (
+        partial(run, Pipeline([double], store=alone), rows()),
+        partial(run_on_nodes, print, alone),
+        partial(run, Pipeline([double], store=store, use_cache=False), rows()),
+        partial(map_batches, ray.data.range(10), squares, alone),
+    ):
+        with pytest.raises(InvalidValueError, match="remote|use_cache"):
+            refused()
+
+
+def keeps_batches(nodes: Nodes, store: Store) -> None:
+    numbers = ray.data.range(5000)
+    first = map_batches(numbers, squares, store, batch_size=500).sort("id").take_all()
+    assert [row["square"] for row in first] == [number**2 for number in range(5000)]
+    assert first[7]["grid"].tolist() == [[7, 7], [7, 7]]
+    assert sorted(number for number, _ in nodes.take_log()) == list(range(5000))
+    again = map_batches(numbers, squares, store, batch_size=500).sort("id").take_all()
+    assert str(again) == str(first)
+    assert nodes.take_log() == []
+    frames = map_batches(numbers, lambda frame: frame[frame["id"] < 3], store, batch_format="pandas")
+    assert frames.count() == 3
+
+
+def runs_a_recipe_by_the_command_line(nodes: Nodes, store: Store) -> None:
+    texts = [{"text": f"A line of text, number {number}. " + _PAD} for number in range(1000)]
+    (nodes.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (nodes.folder / "recipe.yaml").write_text(
+        "project_name: lines\ndataset_path: in.jsonl\nexport_path: out.jsonl\n"
+        "process:\n  - whitespace_normalization_mapper:\n  - text_length_filter:\n      min_len: 10\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "castore",
+        "--store",
+        str(store.path),
+        "process",
+        "--config",
+        "recipe.yaml",
+    ]
+    done = subprocess.run(
+        [*command, "--remote", "team", "--on", "ray", "--address", nodes.cluster.address, "--json"],
+        cwd=nodes.folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["rows_out"] == 1000
+    assert {step["rows_run"] for step in told["steps"]} == {0}, "the driver has run rows"
+    assert len((nodes.folder / "out.jsonl").read_text().splitlines()) == 1000
+
+
+def main(folder: Path, ray_folder: str) -> None:
+    bring_up_loopback()
+    nodes = Nodes(folder, ray_folder)
+    try:
+        ray.init(address=nodes.cluster.address, log_to_driver=False)
+        with Store(folder / "driver", remote="team") as store:
+            for case in (
+                runs_a_pipeline_while_a_node_is_killed_and_another_comes,
+                runs_nothing_again,
+                raises_what_an_operator_raises,
+                refuses_stores_and_pipelines_that_share_nothing,
+                keeps_batches,
+                runs_a_recipe_by_the_command_line,
+            ):
+                case(nodes, store)
+                print(case.__name__, flush=True)
+    finally:
+        ray.shutdown()
+        nodes.cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

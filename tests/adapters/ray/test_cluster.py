@@ -1,0 +1,45 @@
+"""Nodes of a Ray cluster divide the work of a pipeline, whichever of them are lost or come."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from tests.remote.nodes import end_fetcher, know
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with Store(tmp_path / "driver") as store:
+        know(store, "team", (tmp_path / "bucket").as_uri())
+    return tmp_path
+
+
+def test_a_cluster_runs_each_row_once_and_the_driver_none(folder: Path) -> None:
+    ray_folder = tempfile.mkdtemp(prefix="ray")  # paths of sockets are short
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "fuse"), os.environ.get("PYTHONPATH", "")])
+    }
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, "-m", "tests.adapters.ray.cluster_job", str(folder), ray_folder],
+            cwd=folder, env={**os.environ, **variables, **quiet}, timeout=400,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        for store in folder.glob("*/castore.json"):
+            end_fetcher(Store(store.parent))
+        shutil.rmtree(ray_folder, ignore_errors=True)
+    assert done.stdout.splitlines()[-1] == "runs_a_recipe_by_the_command_line"
