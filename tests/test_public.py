@@ -29,6 +29,7 @@ PACKAGES = (
     "castore.adapters.datasets",
     "castore.adapters.embeddings",
     "castore.adapters.filesystem",
+    "castore.adapters.ray",
     "castore.adapters.torch",
     "castore.adapters.tree",
     "castore.recipes",

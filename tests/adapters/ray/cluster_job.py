@@ -5,11 +5,8 @@ usage: unshare --net python -m tests.adapters.ray.cluster_job FOLDER RAY_FOLDER
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -28,16 +25,11 @@ from castore import Store
 from castore.adapters.datasets import Pipeline
 from castore.adapters.ray import map_batches, run, run_on_nodes
 from castore.errors import InvalidValueError
+from tests.adapters.ray import loopback
 from tests.mount.conftest import until
 
 ROWS = 3000
 _PAD = "x" * 10_000  # a block has several hundred rows
-_BRING_UP, _UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
-
-
-def bring_up_loopback() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _BRING_UP, struct.pack("16sh", b"lo", _UP))
 
 
 class Nodes:
@@ -151,7 +143,7 @@ def refuses_stores_and_pipelines_that_share_nothing(nodes: Nodes, store: Store) 
         partial(run, Pipeline([double], store=store, use_cache=False), rows()),
         partial(map_batches, ray.data.range(10), squares, alone),
     ):
-        with pytest.raises(InvalidValueError, match="remote|use_cache"):
+        with pytest.raises(InvalidValueError, match=r"remote|use_cache"):
             refused()
 
 
@@ -197,7 +189,7 @@ def runs_a_recipe_by_the_command_line(nodes: Nodes, store: Store) -> None:
 
 
 def main(folder: Path, ray_folder: str) -> None:
-    bring_up_loopback()
+    loopback.bring_up()
     nodes = Nodes(folder, ray_folder)
     try:
         ray.init(address=nodes.cluster.address, log_to_driver=False)

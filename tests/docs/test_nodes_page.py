@@ -1,0 +1,51 @@
+"""docs/nodes.md can be pasted: its blocks run in one shell, on a machine that has only loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_pages import ROOT
+
+PAGE = ROOT / "docs" / "nodes.md"
+
+
+def test_one_recipe_goes_from_one_node_to_many_by_pasting(tmp_path: Path) -> None:
+    pytest.importorskip("torch")  # the page trains, too
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    script = "".join(blocks).replace("/tmp/castore-nodes", str(tmp_path / "page"))
+    for name, module in {"castore": "castore", "torchrun": "torch.distributed.run"}.items():
+        tool = tmp_path / name  # of the environment that runs the tests
+        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        tool.chmod(0o755)
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": f"/tmp/ray{os.getpid()}",
+    }  # fmt: skip
+    up = f'"{sys.executable}" -m tests.adapters.ray.loopback\n'
+    alone = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    ran = subprocess.run(
+        [*alone, "bash", "-e", "-c", up + script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    page = tmp_path / "page"
+    results = [
+        (page / name).read_text() for name in ("a.jsonl", "b.jsonl", "out-0.jsonl", "out-1.jsonl", "ci.jsonl")
+    ]
+    assert len(set(results)) == 1
+    assert len(results[0].splitlines()) == 400
+    runs = re.findall(r"^ whitespace_normalization_mapper +\S+ +([\d,]+) +([\d,]+)", ran.stdout, re.M)
+    # alone, node-a, node-b, two tasks of an array, the driver of a cluster, CI
+    assert [run for run, _ in runs] == ["400", "400", "0", "0", "0", "0", "0"]
+    assert "\n64\n" in ran.stdout
+    assert "shared results" in ran.stdout
