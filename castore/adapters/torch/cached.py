@@ -96,7 +96,7 @@ class CachedDataset(DatasetWrapper):
     def _records(self, names: list[str]) -> list[bytes | None]:
         """The bytes of some names in the store, or in the remote that it shares with other nodes."""
         # `get` is quicker than `get_many` for one name.
-        records = self.store.get_many(names) if len(names) > 1 else [self.store.get(names[0])]
+        records = [self.store.get(names[0])] if len(names) == 1 else self.store.get_many(names)
         missing = [name for name, record in zip(names, records, strict=True) if record is None]
         if not missing or not self.store.is_shared:
             return records
