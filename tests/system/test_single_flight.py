@@ -240,6 +240,10 @@ def test_an_interrupt_at_any_call_leaves_a_key_that_can_be_computed(tmp_path: Pa
 
     def interrupt(frame: FrameType, event: str, argument: object) -> None:
         nonlocal left
+        # In Python 3.10 an error of this function in a generator that goes on ends the generator without its
+        # `finally`. An error of a signal's handler does not.
+        if sys.version_info < (3, 11) and frame.f_lasti >= 0:
+            return
         left -= 1
         if not left:
             sys.settrace(None)

@@ -6,7 +6,6 @@ models, no datasets and no device but the CPU.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -22,8 +21,8 @@ import torch
 from castore.adapters.embeddings.claims import Claims
 from castore.adapters.embeddings.encoder_outputs import LeafRows, Schema, check_rows, restore_leaf
 from castore.adapters.embeddings.key_table import Digests, RowNumbers, key_digests
-from castore.adapters.embeddings.shard_commit import NewRows, Publisher, TableState, select_rows
-from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_key
+from castore.adapters.embeddings.shard_commit import NewRows, Publisher, TableState
+from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_name
 from castore.adapters.embeddings.table import Table, TableView
 from castore.adapters.embeddings.table_fill import Filling, KnownKeys
 from castore.adapters.embeddings.table_layout import MANIFEST, PREFIX, Manifest
@@ -31,15 +30,12 @@ from castore.errors import (
     InvalidValueError,
     NotFoundError,
     OutOfRangeError,
-    SerializationError,
     StoreError,
 )
 from castore.names import check_name
 from castore.records import Blob
 from castore.store import Store
 from castore.system.forks import reset_after_fork
-
-log = logging.getLogger("castore")
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,28 +222,19 @@ class EmbeddingCache:
         """Fill block by block, with those that other nodes have encoded."""
 
         def name(block: _Block) -> str:
-            return block_key(self.name, str(self.dtype), block.digests.tobytes())
+            return block_name([self.name], str(self.dtype), block.digests.tobytes())
 
         def add(block: _Block, tables: list[NewRows]) -> bool:
-            return len(tables) == 1 and self._add_rows(tables[0]) and self._knows(block.digests)
+            return len(tables) == 1 and filling.receive(tables[0]) and bool(filling.has(block.digests).all())
 
         blocks = SharedBlocks(self.store, name, add)
         with closing(blocks):
-            for mine in blocks.rounds(self._unknown_blocks(filling.windows(keys, items, size))):
+            for mine in blocks.rounds(_unknown_blocks(filling, filling.windows(keys, items, size))):
                 for block in mine:
                     filling.add(block.keys, block.items)
-                    filling.flush()
-                    rows = self._find_digests(block.digests)
-                    blocks.finish(block, [self._export_rows(rows)] if bool((rows >= 0).all()) else None)
-
-    def _unknown_blocks(self, windows: Iterable[tuple[list[Any], list[Any]]]) -> Iterator[_Block]:
-        for some, theirs in windows:
-            block = _Block(some, theirs, np.unique(key_digests(some), axis=0))
-            if not self._knows(block.digests):
-                yield block
-
-    def _knows(self, digests: Digests) -> bool:
-        return bool((self._find_digests(digests) >= 0).all())
+                    filling.encode_all()
+                    is_whole = bool(filling.has(block.digests).all())
+                    blocks.finish(block, [filling.export(block.digests)] if is_whole else None)
 
     @contextmanager
     def filling(self, encode: Callable[[list[Any]], Any], *, batch_size: int = 32) -> Iterator[Filling]:
@@ -261,7 +248,7 @@ class EmbeddingCache:
         claims = Claims(self.store, self._prefix)
         try:
             publisher = Publisher(self.store, self._prefix, self._current_state)
-            known = KnownKeys(self.refresh, self._find_digests, self.schema)
+            known = KnownKeys(self.refresh, self._find_digests, self._export_rows, self.schema)
             with Filling(
                 known, publisher, claims, encode, batch_size=batch_size, dtype=self.dtype, where=self.name
             ) as filling:
@@ -271,28 +258,8 @@ class EmbeddingCache:
         publisher.sort_keys()
         self.refresh()
 
-    def _add_rows(self, rows: NewRows) -> bool:
-        """Add rows that another node encoded, but for those whose keys are known; see `_export_rows`.
-
-        Returns:
-            False if they differ in structure from those that are here.
-
-        Raises:
-            FullError: they do not fit into the store.
-        """
-        self.refresh()
-        unknown = self._find_digests(rows.keys) < 0
-        if unknown.any():
-            try:
-                Publisher(self.store, self._prefix, self._current_state).publish(select_rows(rows, unknown))
-            except SerializationError as error:
-                log.warning("embeddings of another node are encoded again: %s", error)
-                return False
-            self.refresh()
-        return True
-
     def _export_rows(self, rows: RowNumbers) -> NewRows:
-        """Some rows as they are stored, with their keys, for `_add_rows` on another node.
+        """Some rows as they are stored, with their keys, for `Filling.receive` on another node.
 
         Args:
             rows: int64 (n,), of this table.
@@ -414,6 +381,13 @@ class EmbeddingCache:
         schema = self._table.manifest.schema
         pairs = zip(schema.leaves, leaves, strict=True)
         return schema.rebuild([restore_leaf(leaf, values, None) for leaf, values in pairs])
+
+
+def _unknown_blocks(filling: Filling, windows: Iterable[tuple[list[Any], list[Any]]]) -> Iterator[_Block]:
+    for keys, items in windows:
+        block = _Block(keys, items, np.unique(key_digests(keys), axis=0))
+        if not filling.has(block.digests).all():
+            yield block
 
 
 def _gather(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
@@ -22,8 +23,9 @@ from castore.adapters.embeddings.batch_places import RestOfBatch
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.devices import concatenate
 from castore.adapters.embeddings.encoder_inputs import Call, EncoderCalls
+from castore.adapters.embeddings.key_table import key_digests
 from castore.adapters.embeddings.shard_commit import NewRows
-from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_key
+from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_name
 from castore.adapters.embeddings.table_fill import Filling
 from castore.adapters.embeddings.table_identity import item_key
 from castore.errors import InvalidValueError
@@ -50,6 +52,11 @@ class _Work(NamedTuple):
     kept: Filling | None
     seen: list[dict[Any, None]] | None
     bar: tqdm[Any]
+
+    @property
+    def all_fillings(self) -> list[Filling]:
+        """The fills of all tables, that of labels last."""
+        return [*self.fillings, *([] if self.kept is None else [self.kept])]
 
 
 class DatasetPass:
@@ -87,20 +94,17 @@ class DatasetPass:
 
     def rows(self) -> torch.Tensor:
         """The rows of each sample's embeddings: int64 (n, calls of all encoders); -1 for missing ones."""
-        return self._rows_of(range(len(self.loader.dataset)))  # type: ignore[arg-type]
-
-    def _rows_of(self, span: range) -> torch.Tensor:
+        count = len(self.loader.dataset)  # type: ignore[arg-type]
         columns = []
-        kept = None if self.index is None else self.index.find(span)
+        kept = None if self.index is None else self.index.find(range(count))
         for source, table in zip(self.encoders, self.tables, strict=True):
-            calls = len(source.calls)
-            for number in range(calls):
+            for number in range(len(source.calls)):
                 if source.number not in self.extractors:
-                    columns.append(table.find(range(span.start * calls + number, span.stop * calls, calls)))
+                    columns.append(table.find(range(number, count * len(source.calls), len(source.calls))))
                     continue
                 assert self.index is not None
                 assert kept is not None
-                found = torch.full((len(span),), -1)
+                found = torch.full((count,), -1)
                 there = (kept >= 0).nonzero().flatten()
                 if len(there):
                     keys = self.index.take(kept[there])[key_leaf_name(source.number, number)]
@@ -203,18 +207,18 @@ class DatasetPass:
             spans.setdefault(range(start, min(start + items, total)), []).append(number)
 
         def add(span: range, tables: list[NewRows]) -> bool:
-            ours = self._all_tables
-            if len(tables) != len(ours):
+            fillings = work.all_fillings
+            if len(tables) != len(fillings):
                 return False
-            if not all(table._add_rows(rows) for table, rows in zip(ours, tables, strict=True)):
+            if not all(filling.receive(rows) for filling, rows in zip(fillings, tables, strict=True)):
                 return False
-            is_whole = bool((self._rows_of(span) >= 0).all())
-            if is_whole:
-                work.bar.update(len(spans[span]))
-            return is_whole
+            if self._export(work, span) is None:
+                return False
+            work.bar.update(len(spans[span]))
+            return True
 
         names = [table.name for table in self._all_tables]
-        blocks = SharedBlocks(self._store, lambda span: block_key(names, span.start, span.stop), add)
+        blocks = SharedBlocks(self._store, lambda span: block_name(names, span.start, span.stop), add)
         with closing(blocks):
             for mine in blocks.rounds(spans):
                 # Workers start for the sake of a block only, and not to find that there is none.
@@ -247,21 +251,37 @@ class DatasetPass:
                 self._finish(work, blocks, begun.popleft()[0])
 
     def _finish(self, work: _Work, blocks: SharedBlocks[range], span: range) -> None:
-        for filling in (*work.fillings, *([] if work.kept is None else [work.kept])):
-            filling.flush()
-        rows = self._rows_of(span)
-        is_whole = bool((rows >= 0).all())
-        blocks.finish(span, self._export(span, rows) if is_whole else None)
+        for filling in work.all_fillings:
+            filling.encode_all()
+        blocks.finish(span, self._export(work, span))
 
-    def _export(self, span: range, rows: torch.Tensor) -> list[NewRows]:
-        found, column = [], 0
-        for source, table in zip(self.encoders, self.tables, strict=True):
-            own = rows[:, column : column + len(source.calls)]
-            column += len(source.calls)
-            found.append(table._export_rows(own.flatten().numpy()))
-        if self.index is not None:
-            found.append(self.index._export_rows(self.index.find(span).numpy()))
+    def _export(self, work: _Work, span: range) -> list[NewRows] | None:
+        """The rows of some samples in all tables, put or not; None if some are missing."""
+        if work.kept is not None:
+            work.kept.put()  # small rows, which hold the keys of the others
+        found = []
+        for keys, filling in zip(self._keys_of(span), work.all_fillings, strict=True):
+            digests = np.unique(key_digests(keys), axis=0)
+            if not filling.has(digests).all():
+                return None
+            found.append(filling.export(digests))
         return found
+
+    def _keys_of(self, span: range) -> Iterator[Any]:
+        """The keys of some samples, for each table. Those of samples without a row are left out."""
+        kept = None
+        if self.extractors and self.index is not None:
+            rows = self.index.find(span)
+            kept = self.index.take(rows[rows >= 0])
+        for source in self.encoders:
+            calls = len(source.calls)
+            if source.number not in self.extractors:
+                yield range(span.start * calls, span.stop * calls)
+            else:
+                assert kept is not None
+                yield [key for call in range(calls) for key in kept[key_leaf_name(source.number, call)]]
+        if self.index is not None:
+            yield span
 
     @property
     def is_shared(self) -> bool:

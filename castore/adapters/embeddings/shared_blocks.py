@@ -34,7 +34,7 @@ log = logging.getLogger("castore")
 # Most items of a block, with which encoding them takes longer than asking for them; fewest; and the number of
 # blocks that a fill has at least, so that ranks and nodes find something to do.
 _MOST_ITEMS, _FEWEST_ITEMS, _BLOCKS = 2048, 64, 64
-#: The folder of blocks on their way, each named by its key.
+#: The folder of blocks on their way, each below the name of its table.
 BLOCKS_FOLDER = ".embeddings/blocks"
 # Lifetime of a block's entry, should nobody come to remove it.
 _LIFETIME = 86400.0
@@ -49,7 +49,7 @@ class SharedBlocks(Generic[B]):
 
     Args:
         store: opened with a remote.
-        name: the key of a block, which covers all that its rows depend on.
+        name: the name of a block, which covers all that its rows depend on; see `block_name`.
         add: adds rows, one for each table; returns whether no item of the block lacks any then.
     """
 
@@ -92,7 +92,7 @@ class SharedBlocks(Generic[B]):
 
     def _claim(self, block: B) -> bool | None:
         """Whether this process is to encode a block; None if another one does. False: its rows are here."""
-        name = f"{BLOCKS_FOLDER}/{self._name(block)}"
+        name = self._name(block)
         release = self._locks.claim(name)
         if release is None:
             return None
@@ -134,7 +134,7 @@ class SharedBlocks(Generic[B]):
             block: the block.
             rows: of all its items, one for each table; None if some are not known.
         """
-        turn, name = self._turns.pop(block), f"{BLOCKS_FOLDER}/{self._name(block)}"
+        turn, name = self._turns.pop(block), self._name(block)
         with self._ours.pop(block):
             if rows is None:
                 return
@@ -218,6 +218,11 @@ def block_items(total: int | None, batch_size: int) -> int:
     return items
 
 
-def block_key(*parts: object) -> str:
-    """The key of a block: 40 hex digits."""
-    return key(["embedding block", *parts])
+def block_name(tables: list[str], *parts: object) -> str:
+    """The name of a block of some tables, below that of the first one, by which people find it.
+
+    Args:
+        tables: the names of the tables.
+        parts: all else that tells the block from others.
+    """
+    return f"{BLOCKS_FOLDER}/{tables[0]}/{key(['embedding block', tables, *parts])}"

@@ -8,6 +8,7 @@ wait for each other.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -20,8 +21,16 @@ import torch
 from castore.adapters.embeddings.claims import Claims
 from castore.adapters.embeddings.encoder_outputs import Schema, check_alike, split_outputs
 from castore.adapters.embeddings.key_table import Digests, RowNumbers, key_digests
-from castore.adapters.embeddings.shard_commit import SHARD_BYTES, NewRows, Publisher, join_rows
-from castore.errors import InvalidValueError
+from castore.adapters.embeddings.shard_commit import (
+    SHARD_BYTES,
+    NewRows,
+    Publisher,
+    join_rows,
+    select_rows,
+)
+from castore.errors import InvalidValueError, SerializationError
+
+log = logging.getLogger("castore")
 
 #: Batches that are looked up and claimed together.
 WINDOW = 8
@@ -39,11 +48,13 @@ class KnownKeys(NamedTuple):
     Attributes:
         refresh: reads the rows that others appended.
         find: the row of each key, or -1.
+        export: the rows of some numbers, as they are stored, with their keys.
         schema: the structure of the outputs; None while the cache is empty.
     """
 
     refresh: Callable[[], object]
     find: Callable[[Digests], RowNumbers]
+    export: Callable[[RowNumbers], NewRows]
     schema: Schema | None
 
 
@@ -87,6 +98,8 @@ class Filling:
         self._queue: list[tuple[bytes, Any]] = []
         self._deferred: dict[bytes, Any] = {}
         self._encoded: list[NewRows] = []
+        # The keys of those.
+        self._pending: set[bytes] = set()
         self._claimed: set[bytes] = set()
         self._last_put = time.monotonic()
         self.count = 0
@@ -123,10 +136,9 @@ class Filling:
         self._queue_window(key_digests(keys), items)
         self._encode_queue(self._batch_size)
 
-    def flush(self) -> None:
-        """Encode and put what was added, but for items that another process of this node is encoding."""
+    def encode_all(self) -> None:
+        """Encode what was added, but for items that another process of this node is encoding."""
         self._encode_queue(1)
-        self.put()
 
     def __enter__(self) -> Filling:
         return self
@@ -136,7 +148,8 @@ class Filling:
     ) -> None:
         try:
             if error is None:
-                self.flush()
+                self._encode_queue(1)
+                self.put()
                 self._wait_for_others()
         finally:
             self.put()  # encoded items are right, even if a later one failed
@@ -146,7 +159,7 @@ class Filling:
         wanted: dict[bytes, Any] = dict(self._deferred)
         for number in np.flatnonzero(self._known.find(keys) < 0).tolist():
             key = keys[number].tobytes()
-            if key not in self._claimed:
+            if key not in self._claimed and key not in self._pending:
                 wanted.setdefault(key, items[number])
         self._deferred = {}
         if not wanted:
@@ -174,15 +187,64 @@ class Filling:
                 self._schema = schema
             check_alike(self._schema, schema, self._where)
             keys = np.frombuffer(b"".join(key for key, _ in batch), np.uint64).reshape(-1, 2)
-            self._encoded.append(NewRows(keys, self._schema, parts))
             self.count += len(batch)
-            full = sum(rows.size for rows in self._encoded) >= SHARD_BYTES
-            if full or time.monotonic() - self._last_put > PUT_SECONDS:
-                self.put()
+            self._collect(NewRows(keys, self._schema, parts))
+
+    def _collect(self, rows: NewRows) -> None:
+        self._encoded.append(rows)
+        self._pending.update(key.tobytes() for key in rows.keys)
+        full = sum(rows.size for rows in self._encoded) >= SHARD_BYTES
+        if full or time.monotonic() - self._last_put > PUT_SECONDS:
+            self.put()
+
+    # Rows that travel between nodes
+
+    def receive(self, rows: NewRows) -> bool:
+        """Put rows that another node has encoded with those of this fill, but for keys that are there.
+
+        Returns:
+            False if the rows differ in structure from those that are here.
+
+        Raises:
+            FullError: they do not fit into the store.
+        """
+        if self._schema is None:
+            self._schema = rows.schema
+        try:
+            check_alike(self._schema, rows.schema, self._where)
+        except SerializationError as error:
+            log.warning("embeddings of another node are encoded again: %s", error)
+            return False
+        unknown = ~self.has(rows.keys)
+        if unknown.any():
+            self._collect(select_rows(rows, unknown))
+        return True
+
+    def has(self, keys: Digests) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which keys have a row, put or not: bool (n,)."""
+        found = self._known.find(keys) >= 0
+        for number in np.flatnonzero(~found).tolist():
+            found[number] = keys[number].tobytes() in self._pending
+        return found
+
+    def export(self, keys: Digests) -> NewRows:
+        """The rows of some keys, put or not, for `receive` on another node.
+
+        Args:
+            keys: each of which has a row.
+        """
+        numbers = self._known.find(keys)
+        pieces = [] if (numbers < 0).all() else [self._known.export(numbers[numbers >= 0])]
+        wanted = {key.tobytes() for key in keys[numbers < 0]}
+        for rows in self._encoded if wanted else ():
+            mask = np.array([key.tobytes() in wanted for key in rows.keys])
+            if mask.any():
+                pieces.append(select_rows(rows, mask))
+        return join_rows(pieces)
 
     def put(self) -> None:
         """Put the encoded items, and release their keys; items still in the queue stay claimed."""
-        encoded, self._encoded = self._encoded, []
+        encoded, self._encoded, self._pending = self._encoded, [], set()
         if not encoded:
             return
         rows = join_rows(encoded)
