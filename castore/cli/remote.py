@@ -9,7 +9,7 @@ import typer
 
 from castore.cli.completion import remotes
 from castore.cli.exit_codes import FAILED
-from castore.cli.output import AsJson, growing_progress, plural, print_json, print_table
+from castore.cli.output import AsJson, growing_progress, plural, print_error, print_json, print_table
 from castore.cli.remote_access import check_text, format_local
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import open_store
@@ -201,6 +201,9 @@ def forget(
         print_json({"forgotten": gone})
     else:
         typer.echo(f"{plural(gone, 'result')} forgotten")
+    if gone < len(keys):
+        print_error(f"{plural(len(keys) - gone, 'key')} had no result in {name}")
+        raise typer.Exit(FAILED)
 
 
 def _described(store: Store, name: str) -> dict[str, Any]:

@@ -177,13 +177,7 @@ class ResultSharing:
         if record is not None:
             self._write(encode_record(record), result_key(name), refused)
         if not keep:
-            self._remove(entry)
-
-    def _remove(self, entry: Entry) -> None:
-        digest = bytes.fromhex(entry.digest)
-        with self._parts.index.write() as txn:
-            txn.delete_unchanged(entry.name, digest, entry.metadata)
-        remove_blobs(self._parts, [digest])
+            remove_entry(self._parts, entry)
 
     def _inline(self, entry: Entry) -> Record | None:
         blob = self._parts.index.blob(bytes.fromhex(entry.digest))
@@ -280,6 +274,14 @@ class Offers:
     def is_busy(self) -> bool:
         """Whether offers are under way."""
         return self._pending > 0
+
+
+def remove_entry(parts: Parts, entry: Entry) -> None:
+    """Remove an entry that was there to be uploaded alone, and its bytes."""
+    digest = bytes.fromhex(entry.digest)
+    with parts.index.write() as txn:
+        txn.delete_unchanged(entry.name, digest, entry.metadata)
+    remove_blobs(parts, [digest])
 
 
 def _with_lifetime(row: Row, lifetime: float | None) -> Row:

@@ -13,7 +13,7 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -32,6 +32,7 @@ from castore.errors import (
 from castore.parts import Parts
 from castore.remote.fetcher_client import FetcherClient, storage_timeout
 from castore.remote.remotes import Remotes, RemoteSettings
+from castore.remote.result_sharing import remove_entry
 from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
@@ -46,6 +47,8 @@ SILENT_SECONDS = 60.0
 WORTH_SECONDS = 0.5
 #: Seconds after which a node that waits for another one says so.
 TOLD_SECONDS = 30.0
+# The fetcher of results that none has taken.
+_NO_FETCHER = ""
 # Results that were offered and are remembered until the store is closed.
 _OFFERED = 10_000
 # Results that are looked for, or offered, with one request to the fetcher.
@@ -180,7 +183,7 @@ class SharedResults:
             keep: whether the entry stays in the store afterwards.
 
         Returns:
-            Whether the upload has begun.
+            Whether it is uploaded now, or tried again when the store is closed.
         """
         self._seconds[_folder(name)] = seconds
         if self._settings.read_only:
@@ -189,12 +192,16 @@ class SharedResults:
         begun = self._ask(call, "offer_result", name=name, refused=refused, keep=keep)
         if begun is None and claim is not None:  # the fetcher that held the claim was killed
             begun = self._ask(self._fetcher.call, "offer_result", name=name, refused=refused, keep=keep)
-        if begun is None:
+        if begun is None and not keep:  # it would take space until the end
             return False
-        fetcher, failure = begun
-        self._offered.append((fetcher, name, keep))
-        self._tell(failure)
+        self._note([name], begun, keep=keep)
         return True
+
+    def _note(self, names: list[str], begun: tuple[str, str | None] | None, *, keep: bool) -> None:
+        """Remember results until they are known to be in the remote, also those that it did not take now."""
+        fetcher, failure = begun or (_NO_FETCHER, None)
+        self._offered += [(fetcher, name, keep) for name in names]
+        self._tell(failure)
 
     def find_many(self, names: Sequence[str], lifetime: float | None) -> None:
         """Have those of some results in the store that the remote has, as `find`; damaged ones are left out.
@@ -224,12 +231,7 @@ class SharedResults:
         if self._settings.read_only:
             return
         for some in _chunks(names):
-            begun = self._ask(self._fetcher.call, "offer_results", names=some)
-            if begun is None:
-                return
-            fetcher, failure = begun
-            self._offered += [(fetcher, name, True) for name in some]
-            self._tell(failure)
+            self._note(some, self._ask(self._fetcher.call, "offer_results", names=some), keep=True)
 
     def _ask(self, call: Callable[..., Any], do: str, **fields: Any) -> Any:
         """A request to the fetcher; None if there is no answer, or if none is to be expected."""
@@ -251,11 +253,23 @@ class SharedResults:
         return self._seconds.get(_folder(name), math.inf) < WORTH_SECONDS
 
     def close(self) -> None:
-        """Wait until results that were offered are in the remote, for at most `CLOSE_SECONDS`."""
+        """Wait until results are in the remote, for at most `CLOSE_SECONDS`.
+
+        Results that no fetcher has taken, or that a killed one may have lost, are offered again.
+        """
         offered, self._offered = self._offered, deque(maxlen=_OFFERED)
         if not offered:
             return
-        until = time.monotonic() + CLOSE_SECONDS
+        try:
+            self._finish_all(offered)
+        finally:
+            for name in {name for _, name, keep in offered if not keep}:
+                if (entry := self._parts.index.entry(name)) is not None:
+                    remove_entry(self._parts, entry)
+
+    def _finish_all(self, offered: Iterable[tuple[str, str, bool]]) -> None:
+        is_silent = time.monotonic() < self._silent_until  # it may be back, which is worth a short wait
+        until = time.monotonic() + (LOOKUP_SECONDS if is_silent else CLOSE_SECONDS)
         try:
             fetcher, left, failure = self._finish(until)
             # A fetcher that was killed may not have come to them. To offer a result twice does no harm.
@@ -394,7 +408,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
             keep: whether the entry stays in the store once it is offered.
 
         Returns:
-            Whether its upload has begun. If not, the entry stays in any case.
+            False if it is not uploaded, for a remote that is only read, for example: the entry stays then.
         """
         seconds = time.monotonic() - self._began
         return self._offer(self._refused, self._connection, seconds, keep=keep)

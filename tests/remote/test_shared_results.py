@@ -756,6 +756,19 @@ def test_results_are_listed_with_their_last_use(nodes: Nodes) -> None:
         remote.gc(unused="1d")
 
 
+def test_results_that_the_remote_did_not_take_are_offered_at_the_end(nodes: Nodes) -> None:
+    first = nodes.node("first")
+    away = nodes.bucket.folder.with_name("away")
+    nodes.bucket.folder.rename(away)
+    for number in range(3):
+        first.get_or_compute(f"meanwhile/{number}", nodes.compute(noise(100_000, number)))
+    away.rename(nodes.bucket.folder)
+    first.close()
+    with nodes.node("second") as second:
+        for number in range(3):
+            assert second.get_or_compute(f"meanwhile/{number}", nodes.compute(None)) == noise(100_000, number)
+
+
 def test_claims_that_killed_nodes_left_go_with_a_collection(nodes: Nodes) -> None:
     nodes.node("first").close()
     assert claims.Claims(nodes.bucket).take("a") is not None

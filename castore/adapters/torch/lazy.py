@@ -349,6 +349,12 @@ class LazyShardDataset(Dataset[Any]):
         self.cache.close()
         self._progress.close()
 
+    def __enter__(self) -> LazyShardDataset:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def __castore_key__(self) -> object:
         # A cache around this dataset would find another epoch's samples at the same places.
         raise UnhashableError(

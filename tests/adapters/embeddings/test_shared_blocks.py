@@ -170,6 +170,21 @@ def test_a_block_that_is_none_is_encoded_again_and_replaced(
         assert same(cache.get(range(10)), encode(list(range(10))))
 
 
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_a_table_takes_no_more_space_than_without_a_remote(folder: Path, node: str) -> None:
+    def encode(items: list[int]) -> torch.Tensor:  # a page has a part of a row, so a shard begins with a gap
+        return torch.tensor(items)[:, None].repeat(1, 300).float()
+
+    with Store(folder / "node0", remote="team") as store:
+        EmbeddingCache("items", store).fill(range(ITEMS), range(ITEMS), encode)
+    with Store(folder / node, remote="team") as store:
+        EmbeddingCache("items", store).fill(range(ITEMS), range(ITEMS), encode)
+        shards = [entry.size for entry in store.entries("embeddings/items/output")]
+    with Store(folder / "node3") as store:
+        EmbeddingCache("items", store).fill(range(ITEMS), range(ITEMS), encode)
+        assert [entry.size for entry in store.entries("embeddings/items/output")] == shards
+
+
 def test_a_remote_that_is_gone_ends_no_fill(folder: Path) -> None:
     (folder / "bucket").rename(folder / "elsewhere")
     with Store(folder / "node0", remote="team") as store:
