@@ -115,7 +115,14 @@ class SharedBlocks(Generic[B]):
         """Add the rows of a block that came from another node."""
         try:
             tables = [_unpack(table) for table in self._store.load(name)]
-        except (CorruptError, SerializationError, TypeError, ValueError, LookupError) as error:
+        except (
+            AttributeError,
+            CorruptError,
+            LookupError,
+            SerializationError,
+            TypeError,
+            ValueError,
+        ) as error:
             log.warning("a block of embeddings of another node is encoded again: %s", error)
             return False
         finally:

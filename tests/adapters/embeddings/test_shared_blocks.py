@@ -147,12 +147,18 @@ def spoil_schema(packed: dict[str, Any]) -> dict[str, Any]:
     return packed | {"schema": "{}"}
 
 
+def spoil_types(packed: dict[str, Any]) -> dict[str, Any]:
+    return packed | {"keys": [1, 2, 3]}
+
+
 def leave_out_rows(packed: dict[str, Any]) -> dict[str, Any]:
     [[values, lengths]] = packed["leaves"]
     return packed | {"keys": packed["keys"][1:], "leaves": [[values[1:], lengths]]}
 
 
-@pytest.mark.parametrize("spoil", [spoil_keys, spoil_rows, spoil_shape, spoil_schema, leave_out_rows])
+@pytest.mark.parametrize(
+    "spoil", [spoil_keys, spoil_rows, spoil_shape, spoil_schema, spoil_types, leave_out_rows]
+)
 def test_a_block_that_is_none_is_encoded_again_and_replaced(
     folder: Path, spoil: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
