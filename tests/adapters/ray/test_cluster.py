@@ -39,7 +39,8 @@ def test_a_cluster_runs_each_row_once_and_the_driver_none(folder: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
-        for store in folder.glob("*/castore.json"):
-            end_fetcher(Store(store.parent))
+        for marker in folder.glob("*/castore.json"):
+            with Store(marker.parent) as store:
+                end_fetcher(store)
         shutil.rmtree(ray_folder, ignore_errors=True)
     assert done.stdout.splitlines()[-1] == "runs_a_recipe_by_the_command_line"
