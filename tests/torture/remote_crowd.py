@@ -254,7 +254,7 @@ def _collect_once(place: Place, number: int, grace: float) -> Any:
     request = {
         "store": str(place.node(number)), "options": {"max_size": None, "durable": False}, "url": place.url,
         "requests": None, "rate": None, "call": "gc",
-        "arguments": {"keep_commits": 1, "grace": grace, "dry_run": False},
+        "arguments": {"keep_commits": 1, "grace": grace, "unused": None, "dry_run": False},
     }  # fmt: skip
     return transfer._do(request)
 

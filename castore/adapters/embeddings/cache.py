@@ -225,16 +225,18 @@ class EmbeddingCache:
             return block_name([self.name], str(self.dtype), block.digests.tobytes())
 
         def add(block: _Block, tables: list[NewRows]) -> bool:
-            return len(tables) == 1 and filling.receive(tables[0]) and bool(filling.has(block.digests).all())
+            return (
+                len(tables) == 1 and filling._receive(tables[0]) and bool(filling._has(block.digests).all())
+            )
 
         blocks = SharedBlocks(self.store, name, add)
         with closing(blocks):
-            for mine in blocks.rounds(_unknown_blocks(filling, filling.windows(keys, items, size))):
+            for mine in blocks.rounds(_unknown_blocks(filling, filling._windows(keys, items, size))):
                 for block in mine:
                     filling.add(block.keys, block.items)
-                    filling.encode_all()
-                    is_whole = bool(filling.has(block.digests).all())
-                    blocks.finish(block, [filling.export(block.digests)] if is_whole else None)
+                    filling._encode_all()
+                    is_whole = bool(filling._has(block.digests).all())
+                    blocks.finish(block, [filling._export(block.digests)] if is_whole else None)
 
     @contextmanager
     def filling(self, encode: Callable[[list[Any]], Any], *, batch_size: int = 32) -> Iterator[Filling]:
@@ -259,7 +261,7 @@ class EmbeddingCache:
         self.refresh()
 
     def _export_rows(self, rows: RowNumbers) -> NewRows:
-        """Some rows as they are stored, with their keys, for `Filling.receive` on another node.
+        """Some rows as they are stored, with their keys, for `Filling._receive` on another node.
 
         Args:
             rows: int64 (n,), of this table.
@@ -386,7 +388,7 @@ class EmbeddingCache:
 def _unknown_blocks(filling: Filling, windows: Iterable[tuple[list[Any], list[Any]]]) -> Iterator[_Block]:
     for keys, items in windows:
         block = _Block(keys, items, np.unique(key_digests(keys), axis=0))
-        if not filling.has(block.digests).all():
+        if not filling._has(block.digests).all():
             yield block
 
 

@@ -210,7 +210,7 @@ class DatasetPass:
             fillings = work.all_fillings
             if len(tables) != len(fillings):
                 return False
-            if not all(filling.receive(rows) for filling, rows in zip(fillings, tables, strict=True)):
+            if not all(filling._receive(rows) for filling, rows in zip(fillings, tables, strict=True)):
                 return False
             if self._export(work, span) is None:
                 return False
@@ -252,7 +252,7 @@ class DatasetPass:
 
     def _finish(self, work: _Work, blocks: SharedBlocks[range], span: range) -> None:
         for filling in work.all_fillings:
-            filling.encode_all()
+            filling._encode_all()
         blocks.finish(span, self._export(work, span))
 
     def _export(self, work: _Work, span: range) -> list[NewRows] | None:
@@ -262,9 +262,9 @@ class DatasetPass:
         found = []
         for keys, filling in zip(self._keys_of(span), work.all_fillings, strict=True):
             digests = np.unique(key_digests(keys), axis=0)
-            if not filling.has(digests).all():
+            if not filling._has(digests).all():
                 return None
-            found.append(filling.export(digests))
+            found.append(filling._export(digests))
         return found
 
     def _keys_of(self, span: range) -> Iterator[Any]:

@@ -111,10 +111,10 @@ class Filling:
             InvalidValueError: there are more keys than items, or fewer.
             SerializationError: outputs differ in structure from those before, or cannot be kept.
         """
-        for some, theirs in self.windows(keys, items, WINDOW * self._batch_size):
+        for some, theirs in self._windows(keys, items, WINDOW * self._batch_size):
             self.add(some, theirs)
 
-    def windows(
+    def _windows(
         self, keys: Iterable[Any], items: Iterable[Any], size: int
     ) -> Iterator[tuple[list[Any], list[Any]]]:
         """Keys and items, some at a time.
@@ -136,7 +136,7 @@ class Filling:
         self._queue_window(key_digests(keys), items)
         self._encode_queue(self._batch_size)
 
-    def encode_all(self) -> None:
+    def _encode_all(self) -> None:
         """Encode what was added, but for items that another process of this node is encoding."""
         self._encode_queue(1)
 
@@ -199,7 +199,7 @@ class Filling:
 
     # Rows that travel between nodes
 
-    def receive(self, rows: NewRows) -> bool:
+    def _receive(self, rows: NewRows) -> bool:
         """Put rows that another node has encoded with those of this fill, but for keys that are there.
 
         Returns:
@@ -215,20 +215,20 @@ class Filling:
         except SerializationError as error:
             log.warning("embeddings of another node are encoded again: %s", error)
             return False
-        unknown = ~self.has(rows.keys)
+        unknown = ~self._has(rows.keys)
         if unknown.any():
             self._collect(select_rows(rows, unknown))
         return True
 
-    def has(self, keys: Digests) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def _has(self, keys: Digests) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Which keys have a row, put or not: bool (n,)."""
         found = self._known.find(keys) >= 0
         for number in np.flatnonzero(~found).tolist():
             found[number] = keys[number].tobytes() in self._pending
         return found
 
-    def export(self, keys: Digests) -> NewRows:
-        """The rows of some keys, put or not, for `receive` on another node.
+    def _export(self, keys: Digests) -> NewRows:
+        """The rows of some keys, put or not, for `_receive` on another node.
 
         Args:
             keys: each of which has a row.

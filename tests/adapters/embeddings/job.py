@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from castore.adapters.embeddings import CacheConfig, cache_embeddings, table_fill
 
 ITEMS = 120
-# A kill then loses only a small part of a short run.
-table_fill.PUT_SECONDS = 0.2
 
 
 def wait_for_all(folder: Path) -> None:
@@ -49,6 +47,7 @@ class Slow(nn.Module):
 
 
 def main(folder: str, seconds: str = "0") -> None:
+    table_fill.PUT_SECONDS = 0.2  # a kill loses a small part of a short run
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     dataset = TensorDataset(torch.arange(ITEMS).float().unsqueeze(1), torch.arange(ITEMS))
     sampler: Any = DistributedSampler(dataset, world, rank, shuffle=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,7 +15,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from castore import Store
-from castore.adapters.embeddings import CacheConfig, EmbeddingCache, cache_embeddings, shared_blocks
+from castore.adapters.embeddings import (
+    CacheConfig,
+    EmbeddingCache,
+    cache_embeddings,
+    shared_blocks,
+    table_fill,
+)
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import in_processes
 from tests.mount.conftest import until
@@ -177,7 +184,11 @@ def test_a_block_that_is_none_is_encoded_again_and_replaced(
 
 
 @pytest.mark.parametrize("node", ["node0", "node1"])
-def test_a_table_takes_no_more_space_than_without_a_remote(folder: Path, node: str) -> None:
+def test_a_table_takes_no_more_space_than_without_a_remote(
+    folder: Path, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_fill, "PUT_SECONDS", math.inf)  # shards are put for their size alone
+
     def encode(items: list[int]) -> torch.Tensor:  # a page has a part of a row, so a shard begins with a gap
         return torch.tensor(items)[:, None].repeat(1, 300).float()
 

@@ -1,6 +1,6 @@
 """A job on a Ray cluster of several nodes on this machine, in a network of its own: only loopback is there.
 
-usage: unshare --net python -m tests.adapters.ray.cluster_job FOLDER RAY_FOLDER
+usage: unshare --net python -m tests.adapters.ray.cluster_job FOLDER
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PAD = "x" * 10_000  # a block has several hundred rows
 class Nodes:
     """A cluster. Each node but the head, which only keeps house, has a store of its own."""
 
-    def __init__(self, folder: Path, ray_folder: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cluster = Cluster(
             initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": ray_folder} | _SMALL,
+            head_node_args={"num_cpus": 0, "include_dashboard": False} | _SMALL,
         )
         self._nodes: dict[str, Any] = {}
 
@@ -189,9 +189,9 @@ def runs_a_recipe_by_the_command_line(nodes: Nodes, store: Store) -> None:
     assert len((nodes.folder / "out.jsonl").read_text().splitlines()) == 1000
 
 
-def main(folder: Path, ray_folder: str) -> None:
+def main(folder: Path) -> None:
     loopback.bring_up()
-    nodes = Nodes(folder, ray_folder)
+    nodes = Nodes(folder)
     try:
         ray.init(address=nodes.cluster.address, log_to_driver=False)
         with Store(folder / "driver", remote="team") as store:
@@ -211,4 +211,4 @@ def main(folder: Path, ray_folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -24,16 +24,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.matrix  # half a minute; the page of nodes has one node of Ray in each run
 def test_a_cluster_runs_each_row_once_and_the_driver_none(folder: Path) -> None:
     ray_folder = tempfile.mkdtemp(prefix="ray")  # paths of sockets are short
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "fuse"), os.environ.get("PYTHONPATH", "")])
     }
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": ray_folder}
     command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     try:
         done = subprocess.run(
-            [*command, sys.executable, "-m", "tests.adapters.ray.cluster_job", str(folder), ray_folder],
+            [*command, sys.executable, "-m", "tests.adapters.ray.cluster_job", str(folder)],
             cwd=folder, env={**os.environ, **variables, **quiet}, timeout=400,
             capture_output=True, text=True, check=False,
         )  # fmt: skip

@@ -73,7 +73,7 @@ def on_disk(folder: Path, node: str, source: Source) -> BiLevelCachedDataset:
     return BiLevelCachedDataset(source, 0, "100MB", folder / node, remote="team")
 
 
-KINDS = [simple, two_levels, on_disk]
+KINDS = [simple, two_levels, pytest.param(on_disk, marks=pytest.mark.matrix)]
 Make = Callable[[Path, str, Source], Any]
 
 
