@@ -80,6 +80,20 @@ def fetchers(store: Store) -> list[int]:
     return found
 
 
+@contextmanager
+def several_nodes(folder: Path, count: int = 4) -> Iterator[None]:
+    """Make the stores `node0`, `node1`, … of nodes that know one remote, `team`, and end their fetchers."""
+    stores = [Store(folder / f"node{number}") for number in range(count)]
+    for store in stores:
+        know(store, "team", (folder / "bucket").as_uri())
+    try:
+        yield
+    finally:
+        for store in stores:
+            store.close()
+            end_fetcher(store)
+
+
 def end_fetcher(store: Store) -> None:
     for pid in fetchers(store):
         with suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ from castore.adapters.datasets import Pipeline, cached_filter, cached_map
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import in_processes
 from tests.mount.conftest import until
-from tests.remote.nodes import end_fetcher, know
+from tests.remote.nodes import several_nodes
 
 ROWS = 3000
 #: Rows of about 10 KB: a block has several hundred of them.
@@ -32,13 +32,8 @@ def rows(count: int = ROWS) -> datasets.Dataset:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Has the stores `node0` to `node3` of four nodes, and the remote."""
-    stores = [Store(tmp_path / f"node{number}") for number in range(4)]
-    for store in stores:
-        know(store, "team", (tmp_path / "bucket").as_uri())
-    yield tmp_path
-    for store in stores:
-        store.close()
-        end_fetcher(store)
+    with several_nodes(tmp_path):
+        yield tmp_path
 
 
 def logging(log: str, seconds: float = 0.0) -> Callable[[dict[str, Any]], dict[str, Any]]:

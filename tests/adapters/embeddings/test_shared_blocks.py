@@ -25,7 +25,7 @@ from castore.adapters.embeddings import (
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import in_processes
 from tests.mount.conftest import until
-from tests.remote.nodes import end_fetcher, know
+from tests.remote.nodes import several_nodes
 
 ITEMS = 1000
 #: Outputs of every kind, for a list of numbers.
@@ -43,13 +43,8 @@ OUTPUTS: dict[str, Callable[[list[int]], Any]] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Has the stores `node0` to `node3` of four nodes, and the remote."""
-    stores = [Store(tmp_path / f"node{number}") for number in range(4)]
-    for store in stores:
-        know(store, "team", (tmp_path / "bucket").as_uri())
-    yield tmp_path
-    for store in stores:
-        store.close()
-        end_fetcher(store)
+    with several_nodes(tmp_path):
+        yield tmp_path
 
 
 def same(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ from castore.adapters.torch import (
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.keys import result_key
 from tests.mount.conftest import until
-from tests.remote.nodes import end_fetcher, know
+from tests.remote.nodes import several_nodes
 
 SAMPLES = 200
 
@@ -47,13 +47,8 @@ class Source(Dataset[Any]):
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Has the stores `node0` to `node2` of three nodes, and the remote."""
-    stores = [Store(tmp_path / f"node{number}") for number in range(3)]
-    for store in stores:
-        know(store, "team", (tmp_path / "bucket").as_uri())
-    yield tmp_path
-    for store in stores:
-        store.close()
-        end_fetcher(store)
+    with several_nodes(tmp_path, 3):
+        yield tmp_path
 
 
 def read(folder: Path) -> list[int]:
