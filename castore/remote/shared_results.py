@@ -32,7 +32,6 @@ from castore.errors import (
 from castore.parts import Parts
 from castore.remote.fetcher_client import FetcherClient, storage_timeout
 from castore.remote.remotes import Remotes, RemoteSettings
-from castore.remote.result_sharing import remove_entry
 from castore.system.forks import reset_after_fork
 
 log = logging.getLogger("castore")
@@ -263,9 +262,15 @@ class SharedResults:
         try:
             self._finish_all(offered)
         finally:
-            for name in {name for _, name, keep in offered if not keep}:
-                if (entry := self._parts.index.entry(name)) is not None:
-                    remove_entry(self._parts, entry)
+            self._remove_left({name for _, name, keep in offered if not keep})
+
+    def _remove_left(self, names: Iterable[str]) -> None:
+        """Remove entries that were there to be uploaded alone, and were not."""
+        for name in names:
+            from castore.remote.result_sharing import remove_entry  # the fetcher's side, which loads far more
+
+            if (entry := self._parts.index.entry(name)) is not None:
+                remove_entry(self._parts, entry)
 
     def _finish_all(self, offered: Iterable[tuple[str, str, bool]]) -> None:
         is_silent = time.monotonic() < self._silent_until  # it may be back, which is worth a short wait

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from castore.adapters.tree.entry_names import FOLDER
 from castore.adapters.tree.metadata import to_text
@@ -22,9 +22,11 @@ from castore.index.eviction import has_work
 from castore.index.name_ranges import count_inside
 from castore.read.usage import Usage
 from castore.records import LOST, Entry
-from castore.remote.shared_results import SharedTurn
 from castore.store import Store
 from castore.units import NEVER, parse_ttl
+
+if TYPE_CHECKING:
+    from castore.remote.shared_results import SharedTurn  # for caches without a remote it is not loaded
 
 #: The codecs that users may choose; `Store` has ``auto`` besides.
 COMPRESSIONS = ("none", "gzip", "lz4", "zstd")
