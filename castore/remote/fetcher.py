@@ -404,9 +404,16 @@ class Fetcher:
 
         def offer() -> None:
             source.require(marker.check, source.bucket)
+            damaged: CorruptError | None = None
             for name in names:
-                source.require(self._results(source).offer, name, None)
-                source.bucket.count(offered=1)
+                try:
+                    source.require(self._results(source).offer, name, None)
+                except CorruptError as error:  # that one alone
+                    damaged = error
+                else:
+                    source.bucket.count(offered=1)
+            if damaged is not None:
+                raise damaged
 
         return self.id, self._offers.begin(offer)
 

@@ -278,16 +278,12 @@ class SharedResults:
         try:
             fetcher, left, failure = self._finish(until)
             # A fetcher that was killed may not have come to them. To offer a result twice does no harm.
-            if again := {(name, keep) for by, name, keep in offered if by != fetcher}:
-                for name, keep in again:
-                    self._fetcher.call(
-                        "offer_result",
-                        timeout=LOOKUP_SECONDS,
-                        remote=self.remote,
-                        name=name,
-                        refused=None,
-                        keep=keep,
-                    )
+            if again := {name: keep for by, name, keep in offered if by != fetcher}:
+                offer = partial(self._fetcher.call, timeout=LOOKUP_SECONDS, remote=self.remote)
+                for some in _chunks([name for name, keep in again.items() if keep]):
+                    offer("offer_results", names=some)
+                for name in (name for name, keep in again.items() if not keep):
+                    offer("offer_result", name=name, refused=None, keep=False)
                 fetcher, left, failure = self._finish(until)
         except _TROUBLE as error:
             log.warning("results may not have come into remote %r: %s", self.remote, error)

@@ -130,10 +130,11 @@ class CachedDataset(DatasetWrapper):
         return self.store.entry(self.name_of(index)) is not None
 
     def _cache(self, indices: list[int]) -> int:
-        records = self._records(list(map(self.name_of, indices)))
-        missing = [index for index, record in zip(indices, records, strict=True) if record is None]
-        self._read(missing)
-        return len(indices)
+        if not self.store.is_shared:
+            return len(self._read(indices))
+        self.store.find_shared(map(self.name_of, indices))
+        self._read([index for index in indices if not self._held(index)])
+        return len(set(indices))
 
     # Counters
 
