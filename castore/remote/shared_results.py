@@ -44,6 +44,8 @@ LOOKUP_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 #: Seconds that a computation takes at least for which other nodes wait.
 WORTH_SECONDS = 0.5
+# Weight of the last computation in the average by which others are expected to take as long.
+_WEIGHT = 0.25
 #: Seconds after which a node that waits for another one says so.
 TOLD_SECONDS = 30.0
 # The fetcher of results that none has taken.
@@ -101,7 +103,8 @@ class SharedResults:
         # By which fetcher each result was offered, and whether it stays in the store.
         self._offered: deque[tuple[str, str, bool]] = deque(maxlen=_OFFERED)
         reset_after_fork(self)
-        # How long the last computation below each folder of names took.
+        # How long computations below each folder of names take: a moving average, as the last of a step's
+        # blocks is often short.
         self._seconds: dict[str, float] = {}
 
     def _after_fork(self) -> None:
@@ -184,7 +187,9 @@ class SharedResults:
         Returns:
             Whether it is uploaded now, or tried again when the store is closed.
         """
-        self._seconds[_folder(name)] = seconds
+        folder = _folder(name)
+        before = self._seconds.get(folder, seconds)
+        self._seconds[folder] = before + _WEIGHT * (seconds - before)
         if self._settings.read_only:
             return False
         call = self._fetcher.call if claim is None else partial(self._fetcher.go_on, claim)

@@ -3,7 +3,8 @@
 The result of a block follows from its rows, the operator, and the features of the step's result. The features
 are decided by the first rows that come out, as in `datasets`: the first block runs as it is, and each later
 block with the features of the first. So results are equal to those of one pass over all rows, whatever a
-block alone would have looked like.
+block alone would have looked like. While another run makes the first block, a run goes on with the features
+that a few rows have. Features are in the keys of results, so a wrong guess costs work, and nothing else.
 
 A block's result is kept as soon as it is there. So a run that ends early leaves all its blocks but those in
 flight, and the next run goes on after them.
@@ -75,6 +76,10 @@ _SHOWS_SIZE = 1 / 20
 
 # Blocks whose results are looked for ahead, if nodes share them.
 _BLOCKS_AHEAD = 4
+# Rows whose features are taken for those of the result, while another run makes the first block.
+_GUESS_ROWS = 16
+# A column whose type no row has shown yet, in JSON.
+_NULL = '"dtype": "null"'
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
 
@@ -86,6 +91,10 @@ def bytes_at_once(num_proc: int) -> int:
 
 class _FilesChanged(Exception):
     """Files that rows of a block name have changed since its key was made."""
+
+
+class _WrongGuess(Exception):
+    """The result has other features than a few rows of it."""
 
 
 class _Claim:
@@ -150,6 +159,8 @@ class BlockRun:
         self._fresh = fresh
         # Keys of blocks that were looked for a moment ago, and that no other node shares.
         self._not_shared: set[str] = set()
+        #: The features that were guessed, in JSON, by the key of the first block; None where there are none.
+        self._guesses: dict[str, str | None] = {}
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
@@ -205,22 +216,47 @@ class BlockRun:
                         first += len(block.read())
 
         source = iter(ReadAhead(source_blocks(self._step.dataset, self._step.rule)))
-        with contextlib.closing(self._look_ahead(own(source), keys)) as blocks:
-            for block in blocks:
-                item, rows = self._take(block, numbers.popleft(), first, keys, maker)
-                done.append(item)
-                first += rows
-        for item in done:
-            if isinstance(item, Future):
-                item.result()
+        try:
+            with contextlib.closing(self._look_ahead(own(source), keys)) as blocks:
+                for block in blocks:
+                    item, rows = self._take(block, numbers.popleft(), first, keys, maker)
+                    done.append(item)
+                    first += rows
+            for item in done:
+                if isinstance(item, Future):
+                    item.result()
+        except Exception as error:
+            if not self._follows_from_guess(error, keys, maker):
+                raise
 
     def _try_all(self, maker: _Maker) -> list[BlockResult] | None:
         """Take the results that are there, and make those that nobody else makes.
 
         Returns:
-            All results; None if another run has claimed a block, and not kept it.
+            All results; None if another run has claimed a block, and not kept it, or if the features of the
+            result were guessed wrong.
         """
-        keys, first = _Keys(self._step), 0
+        keys = _Keys(self._step)
+        try:
+            return self._take_all(keys, maker)
+        except Exception as error:
+            if not self._follows_from_guess(error, keys, maker):
+                raise
+            return None
+
+    def _follows_from_guess(self, error: Exception, keys: _Keys, maker: _Maker) -> bool:
+        """Whether an error came of features that were guessed wrong. If so, none are guessed again."""
+        is_wrong = isinstance(error, _WrongGuess)
+        if keys.guessed_for is not None:
+            begun = self._wait_for(keys.guessed_for)
+            is_wrong = begun is None or not keys.is_confirmed_by(begun)
+        if is_wrong:
+            maker.settle()
+            self._guesses = dict.fromkeys(self._guesses)
+        return is_wrong
+
+    def _take_all(self, keys: _Keys, maker: _Maker) -> list[BlockResult] | None:
+        first = 0
         done: list[_Item] = []
         ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
         with contextlib.closing(self._look_ahead(iter(ahead), keys)) as blocks:
@@ -238,6 +274,9 @@ class BlockRun:
             if isinstance(item, _Elsewhere):
                 maker.note(item.number, result)
             results.append(result._replace(reused=result.key not in maker.made))
+        begun = [result for result in results if result.key == keys.guessed_for]
+        if begun and not keys.is_confirmed_by(begun[0]):
+            raise _WrongGuess
         return results
 
     def _look_ahead(
@@ -269,8 +308,11 @@ class BlockRun:
         self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: _Maker
     ) -> tuple[_Item, int]:
         """The result of a block if it is there, or a place for it; and the number of the block's rows."""
+        begun = None if keys.guessed_for is None else self._find_or_fetch(keys.guessed_for)
+        if begun is not None and not keys.is_confirmed_by(begun):
+            raise _WrongGuess
         digits = keys.of(block, first)
-        found = self._find_or_claim(digits, keys)
+        found = self._find_or_claim(digits, keys, partial(self._guess, block, first, digits, maker))
         if isinstance(found, BlockResult):
             keys.learn(found)
             maker.note(number, found)
@@ -283,8 +325,29 @@ class BlockRun:
             keys.learn(made.result())
         return made, len(rows)
 
-    def _find_or_claim(self, digits: str, keys: _Keys) -> BlockResult | _Claim | None:
-        """The result of a block; or a claim of it; None if another run has claimed it."""
+    def _find_or_fetch(self, digits: str) -> BlockResult | None:
+        """The result of a block, if it is here, or another node shares it."""
+        if self._store.is_shared:
+            self._look(digits)
+            self._not_shared.discard(digits)
+        return find_result(self._store, digits)
+
+    def _guess(self, block: SourceBlock, first: int, digits: str, maker: _Maker) -> str | None:
+        """The features that the first rows of the result have, in JSON; None if they do not show them."""
+        multiple = self._step.rule.multiple
+        if digits not in self._guesses and (multiple is None or multiple <= _GUESS_ROWS):
+            rows = block.read().slice(0, multiple or _GUESS_ROWS)
+            self._guesses[digits] = maker.features_of(rows, first, digits)
+        return self._guesses.get(digits)
+
+    def _find_or_claim(
+        self, digits: str, keys: _Keys, guess: Callable[[], str | None]
+    ) -> BlockResult | _Claim | None:
+        """The result of a block; or a claim of it; None if another run has claimed it.
+
+        The keys of all other blocks need the features of the first. While another run makes that block,
+        ``guess`` gives them, unless it has been wrong.
+        """
         if self._fresh:
             return _Claim(lambda: None)
         locks, name = store_locks(self._store), name_of_result(digits)
@@ -293,7 +356,10 @@ class BlockRun:
             claim = None if release is None else self._claim_over_nodes(digits, release)
             if claim is not None or keys.are_final:
                 return claim
-            self._wait_for(digits)  # the keys of all other blocks need its features
+            if (guessed := guess()) is not None:
+                keys.guess(guessed, digits)
+                return None
+            self._wait_for(digits)
         return found
 
     def _claim_over_nodes(self, digits: str, release: Callable[[], None]) -> BlockResult | _Claim | None:
@@ -392,14 +458,25 @@ class _Keys:
         self._format = format_digest(step.dataset)
         #: The features of the first result that has rows, in JSON; None if none is known, or needed.
         self.features: str | None = None
+        #: The key of the first block, while the features are guessed.
+        self.guessed_for: str | None = None
 
     @property
     def are_final(self) -> bool:
-        """Whether no result of another block can change them any more."""
+        """Whether no result of another block can change them any more, unless they are guessed wrong."""
         return self.features is not None or self._step.has_features
 
+    def guess(self, features: str, digits: str) -> None:
+        """Take features for those of the result, until that of the first block is there."""
+        self.features, self.guessed_for = features, digits
+
+    def is_confirmed_by(self, result: BlockResult) -> bool:
+        """Whether the result for which features were guessed has them."""
+        self.guessed_for = None
+        return bool(result.rows) and result.features == self.features
+
     def learn(self, result: BlockResult) -> None:
-        """Take note of the features of a result."""
+        """Take note of the features of the next result."""
         if result.rows and not self.are_final:
             self.features = result.features
 
@@ -528,11 +605,24 @@ class _Maker:
             self._waiting.popleft().result()
         return made
 
+    def features_of(self, rows: pa.Table, first: int, digits: str) -> str | None:
+        """The features of a part of the result, in JSON; None if it does not show the types of all columns.
+
+        Args:
+            rows, first: the first rows of a block, and the number of the first.
+            digits: the block's key.
+        """
+        file = scratch.new_file(self._store, self._temp_dir)
+        try:
+            made = self._run(rows, first, None, file, digits).result()
+        finally:
+            scratch.remove(file)
+        return made.features if made.rows and _NULL not in made.features else None
+
     def settle(self) -> None:
-        """Wait for the results that are being made."""
+        """Wait for the results that are being made. A block whose result failed will be made again."""
         while self._waiting:
-            with contextlib.suppress(_FilesChanged):
-                self._waiting.popleft().result()
+            self._waiting.popleft().exception()
 
     def _run(
         self, rows: pa.Table, first: int, features: str | None, file: Path, digits: str

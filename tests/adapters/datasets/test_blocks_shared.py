@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,64 @@ def test_a_remote_that_is_gone_ends_no_step(folder: Path) -> None:
     with Store(folder / "node0", remote="team") as store:
         assert len(cached_map(rows(), function, store=store)) == ROWS
     assert sorted(seen(folder)) == list(range(ROWS))
+
+
+def wait_in_first_block(folder: Path) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A function whose first block ends when the file `go` is there, on the node that has CASTORE_TEST_WAITS.
+
+    Its column has integers in the first rows. With CASTORE_TEST_LATE, there are fractions behind them.
+    """
+    os.environ["CASTORE_TEST_LOG"] = str(folder / "log")
+
+    def measure(row: dict[str, Any]) -> dict[str, Any]:
+        import os
+        import time
+
+        with open(os.environ["CASTORE_TEST_LOG"], "a") as file:
+            file.write(f"{row['n']}\n")
+        go = os.path.join(os.path.dirname(os.environ["CASTORE_TEST_LOG"]), "go")
+        while row["n"] == 900 and os.environ.get("CASTORE_TEST_WAITS") and not os.path.exists(go):
+            time.sleep(0.01)
+        time.sleep(0.001)  # blocks that take no time are not claimed
+        if os.environ.get("CASTORE_TEST_LATE"):
+            return {"length": len(row["text"]) + (0.5 if row["n"] >= 800 else 0)}
+        return {"length": len(row["text"])}
+
+    return measure
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["right", "wrong"])
+def test_a_node_goes_on_with_a_guess_of_the_features_while_another_makes_the_first_block(
+    folder: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = wait_in_first_block(folder)
+    if late:
+        monkeypatch.setenv("CASTORE_TEST_LATE", "1")
+    child = os.fork()
+    if not child:
+        os.environ["CASTORE_TEST_WAITS"] = "1"
+        with Store(folder / "node0", remote="team") as store:
+            cached_map(rows(), function, store=store)
+        os._exit(0)
+    until(lambda: (folder / "log").exists() and 900 in seen(folder))
+
+    def run_other() -> list[float]:
+        with Store(folder / "node1", remote="team") as store:
+            return list(cached_map(rows(), function, store=store)["length"])
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run_other)
+        # Without a guess, it would wait for the first block. A wrong one shows when values do not fit.
+        try:
+            until(lambda: len(set(seen(folder))) > (1500 if late else ROWS - 300))
+        finally:
+            (folder / "go").touch()
+        found = other.result(300)
+    assert os.waitpid(child, 0)[1] == 0
+    lengths = rows().map(len_of)["length"]
+    assert found == [length + 0.5 * (late and n >= 800) for n, length in enumerate(lengths)]
+    if not late:
+        assert sorted(seen(folder)) == sorted([*range(ROWS), *range(16)])
 
 
 def test_results_that_come_between_a_look_and_a_claim_are_taken_and_leave_no_claim(
