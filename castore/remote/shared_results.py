@@ -42,8 +42,9 @@ T = TypeVar("T")
 LOOKUP_SECONDS = 10.0
 #: Seconds for which a remote is left alone that gave no answer.
 SILENT_SECONDS = 60.0
-#: Seconds that a computation takes at least for which other nodes wait.
-WORTH_SECONDS = 0.5
+#: A computation is worth a claim if it takes so many seconds, or so many times as long as a look for its
+#: result. Claiming it takes about as long as two looks.
+WORTH_SECONDS, WORTH_LOOKS = 0.5, 5.0
 # Weight of the last computation in the average by which others are expected to take as long.
 _WEIGHT = 0.25
 #: Seconds after which a node that waits for another one says so.
@@ -106,6 +107,8 @@ class SharedResults:
         # How long computations below each folder of names take: a moving average, as the last of a step's
         # blocks is often short.
         self._seconds: dict[str, float] = {}
+        # The quickest look for a result. Others had to wait, for the fetcher to start for example.
+        self._look_seconds = WORTH_SECONDS
 
     def _after_fork(self) -> None:
         self._offered.clear()  # those are the parent's to wait for
@@ -133,6 +136,7 @@ class SharedResults:
             lifetime: seconds after its computation for which a result is good; None for ever.
             known: digest of a record that is of no use.
         """
+        began = time.monotonic()
         try:
             found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime, known=known)
         except (FullError, TooLargeError) as error:
@@ -140,6 +144,7 @@ class SharedResults:
             return _Look(False, None, False)
         if found is None:
             return _Look(False, None, False)
+        self._look_seconds = min(self._look_seconds, time.monotonic() - began)
         is_here, row, record = found
         if row is None:
             return _Look(is_here, record, not is_here)
@@ -253,8 +258,9 @@ class SharedResults:
         log.warning("remote %r is not asked for results for %g s: %s", self.remote, SILENT_SECONDS, error)
 
     def _is_quick(self, name: str) -> bool:
-        """Whether computations beside this one took less time than claiming them."""
-        return self._seconds.get(_folder(name), math.inf) < WORTH_SECONDS
+        """Whether computations beside this one take too little time to be worth a claim."""
+        worth = min(WORTH_SECONDS, WORTH_LOOKS * self._look_seconds)
+        return self._seconds.get(_folder(name), math.inf) < worth
 
     def close(self) -> None:
         """Wait until results are in the remote, for at most `CLOSE_SECONDS`.
