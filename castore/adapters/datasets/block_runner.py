@@ -200,29 +200,9 @@ class BlockRun:
         rank, ranks = job_rank()
         if ranks == 1 or self._fresh or not self._store.is_shared:
             return
-        keys, first = _Keys(self._step), 0
-        done: list[_Item] = []
-        numbers: deque[int] = deque()
-
-        def own(blocks: Generator[SourceBlock, None, None]) -> Generator[SourceBlock, None, None]:
-            nonlocal first
-            with contextlib.closing(blocks):
-                for number, block in enumerate(blocks):
-                    # The keys of later blocks need the features of the first.
-                    if number % ranks == rank or not keys.are_final:
-                        numbers.append(number)
-                        yield block
-                    elif self._step.is_numbered:
-                        first += len(block.read())
-
-        source = iter(ReadAhead(source_blocks(self._step.dataset, self._step.rule)))
+        keys = _Keys(self._step)
         try:
-            with contextlib.closing(self._look_ahead(own(source), keys)) as blocks:
-                for block in blocks:
-                    item, rows = self._take(block, numbers.popleft(), first, keys, maker)
-                    done.append(item)
-                    first += rows
-            for item in done:
+            for item in self._take_blocks(keys, maker, lambda number: number % ranks == rank):
                 if isinstance(item, Future):
                     item.result()
         except Exception as error:
@@ -256,15 +236,7 @@ class BlockRun:
         return is_wrong
 
     def _take_all(self, keys: _Keys, maker: _Maker) -> list[BlockResult] | None:
-        first = 0
-        done: list[_Item] = []
-        ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
-        with contextlib.closing(self._look_ahead(iter(ahead), keys)) as blocks:
-            for block in blocks:
-                item, rows = self._take(block, len(done), first, keys, maker)
-                done.append(item)
-                first += rows
-                ahead.wants_rows = not isinstance(item, BlockResult)
+        done = self._take_blocks(keys, maker)
         kept = [item.result() if isinstance(item, Future) else item for item in done]
         results = []
         for item in kept:
@@ -278,6 +250,39 @@ class BlockRun:
         if begun and not keys.is_confirmed_by(begun[0]):
             raise _WrongGuess
         return results
+
+    def _take_blocks(
+        self, keys: _Keys, maker: _Maker, is_ours: Callable[[int], bool] = lambda number: True
+    ) -> list[_Item]:
+        """The results of blocks that are there, and places for those that are made, here or elsewhere.
+
+        Args:
+            keys, maker: of this pass over the blocks.
+            is_ours: which blocks are taken, by their places; by default all. The first ones are always taken,
+                until the keys of the others are known.
+        """
+        first = 0
+        done: list[_Item] = []
+        numbers: deque[int] = deque()
+
+        def ours(blocks: Generator[SourceBlock, None, None]) -> Generator[SourceBlock, None, None]:
+            nonlocal first
+            with contextlib.closing(blocks):
+                for number, block in enumerate(blocks):
+                    if is_ours(number) or not keys.are_final:
+                        numbers.append(number)
+                        yield block
+                    elif self._step.is_numbered:
+                        first += len(block.read())
+
+        ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
+        with contextlib.closing(self._look_ahead(ours(iter(ahead)), keys)) as blocks:
+            for block in blocks:
+                item, rows = self._take(block, numbers.popleft(), first, keys, maker)
+                done.append(item)
+                first += rows
+                ahead.wants_rows = not isinstance(item, BlockResult)
+        return done
 
     def _look_ahead(
         self, blocks: Generator[SourceBlock, None, None], keys: _Keys

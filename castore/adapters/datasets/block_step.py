@@ -170,7 +170,7 @@ def run_block(
         if "'NoneType' object has no attribute 'write" in str(error):
             raise NotInBlocksError(MIXED_ANSWERS) from error
         raise
-    except pa.ArrowException as error:
+    except (pa.ArrowException, TypeError) as error:
         if not _is_of_writer(error):
             raise
         raise NotInBlocksError(

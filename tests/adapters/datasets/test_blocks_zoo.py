@@ -984,6 +984,20 @@ def test_a_function_that_returns_none_for_some_rows_gives_what_datasets_gives(
     assert len(said) == (isinstance(plain, dict) and (function, count) != (some_none, 60))
 
 
+def bytes_and_dicts(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {"v": [b"x" if number < 15 else {"a": None} for number in batch["number"]]}
+
+
+def test_rows_that_cannot_be_tried_one_by_one_run_as_one_piece(store: Store) -> None:
+    """`datasets` makes one type of bytes and dicts, and cannot cast either alone to the other's."""
+    data = large_rows(60)
+    plain = outcome(lambda: data.map(bytes_and_dicts, batched=True, batch_size=20))
+    assert isinstance(plain, dict)
+    with pytest.warns(CacheWarning, match="values of several types"):
+        ours = cached_map(data, bytes_and_dicts, store=store, batched=True, batch_size=20, rowwise=True)
+    assert told(ours) == plain
+
+
 def test_blocks_of_coroutines_leave_no_sockets_open(store: Store) -> None:
     gc.collect()
     gc.disable()
