@@ -13,6 +13,7 @@ from castore.cli.remote_access import FromRemote, find_remote, short, split_ref
 from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError
 from castore.names import check_prefix
+from castore.system.job_rank import job_rank
 from castore.units import format_size
 
 _SHARD = re.compile(r"([0-9]{1,6})/([1-9][0-9]{0,5})")
@@ -29,7 +30,11 @@ def warm(
     ] = "main",
     shard: Annotated[
         str,
-        typer.Option(metavar="I/N", help="One part of N, counted from 0: N nodes share the work."),
+        typer.Option(
+            metavar="I/N",
+            help='One part of N, counted from 0: N nodes share the work. Or "job": the part of this rank, by '
+            "the variables of torchrun or Slurm.",
+        ),
     ] = "0/1",
     as_json: AsJson = False,
 ) -> None:
@@ -38,19 +43,28 @@ def warm(
     \b
     castore warm imagenet/val --from team
     castore warm --from team --shard 3/8
+    srun castore warm --from team --shard job
     """
     check_prefix(prefix)
-    found = _SHARD.fullmatch(shard)
-    if found is None:
-        raise InvalidValueError(f"--shard is I/N, such as 0/8, not {shard!r}")
+    part = job_rank() if shard == "job" else _parse_shard(shard)
     name, commit = split_ref(ref)
     with open_store(context) as store, growing_progress("warming") as progress:
         remote = find_remote(store, source, "--from")
-        warmed = remote.warm(
-            prefix, ref=name, commit=commit, shard=(int(found[1]), int(found[2])), progress=progress
-        )
+        warmed = remote.warm(prefix, ref=name, commit=commit, shard=part, progress=progress)
     if as_json:
         print_json({"remote": remote.name, **warmed._asdict()})
     else:
         at = short(name, warmed.commit)
         typer.echo(f"here now: {plural(warmed.names, 'name')} of {at}, {format_size(warmed.stored)}")
+
+
+def _parse_shard(text: str) -> tuple[int, int]:
+    """The part that ``I/N`` means, and the number of parts.
+
+    Raises:
+        InvalidValueError: the text is no such thing.
+    """
+    found = _SHARD.fullmatch(text)
+    if found is None:
+        raise InvalidValueError(f'--shard is I/N, such as 0/8, or "job", not {text!r}')
+    return int(found[1]), int(found[2])

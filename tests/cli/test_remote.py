@@ -594,11 +594,17 @@ def test_gc_condemns_what_an_interrupted_push_has_left(
     assert left.exists()
 
 
-def test_warm_says_what_is_here(cli: Cli, store: Store, team: str, other: Store) -> None:
+def test_warm_says_what_is_here(
+    cli: Cli, store: Store, team: str, other: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other.put("set/name", b"1")
     other.push(to="theirs")
     assert re.fullmatch(r"here now: 1 name of main@\w{8}, \d+ B\n", cli("warm", "set").out)
     assert cli("warm", "--json").json["names"] == 1
+    assert cli("warm", "--shard", "job", "--json").json["names"] == 1
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert cli("warm", "--shard", "job", "--json").json == cli("warm", "--shard", "3/4", "--json").json
     for words, message in {
         ("--shard", "2/2"): "no shard 2 of 2",
         ("--shard", "x"): "such as 0/8",
