@@ -27,8 +27,8 @@ def test_one_recipe_goes_from_one_node_to_many_by_pasting(tmp_path: Path) -> Non
     paths = os.pathsep.join(entry for entry in sys.path if entry)
     up = f'"{sys.executable}" -m tests.adapters.ray.loopback\n'
     alone = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    # Paths of sockets are short, so Ray's folder is not below that of the test.
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as ray_folder:
+    # Paths of sockets are short, so Ray's folder is not below that of the test, nor of a run of tests.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         environment = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": ray_folder,

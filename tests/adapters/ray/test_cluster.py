@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.matrix  # half a minute; the page of nodes has one node of Ray in each run
 def test_a_cluster_runs_each_row_once_and_the_driver_none(folder: Path) -> None:
-    ray_folder = tempfile.mkdtemp(prefix="ray")  # paths of sockets are short
+    ray_folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of sockets are short
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "fuse"), os.environ.get("PYTHONPATH", "")])
     }

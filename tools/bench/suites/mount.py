@@ -93,7 +93,15 @@ def rows(bench: Bench) -> Iterator[Row]:
         whole_row = [*chosen, TAR_ZST]
         goals = [Goal("castore", 1.5, FUSED), Goal("castore", 1.5, KERNEL), Goal("castore, lz4", 2, FUSED)]
         yield _row(f"cold, {whole}", large, read_large, places, whole_row, goals, cold=True)
-        yield from _packed_rows(places, (small, label, read_small), (large, whole, read_large))
+        beside = [EROFS, KERNEL, FUSED, "squashfuse_ll, lz4", "castore", "castore, lz4"]
+        as_erofs, ahead = (
+            Goal("castore, lz4", 0.8, EROFS),
+            [Goal("castore", 1.3, by) for by in (KERNEL, FUSED)],
+        )
+        row = f"packed bytes cached, {label}"
+        yield _row(row, small, read_small, places, beside, [as_erofs], packed=True)
+        row = f"packed bytes cached, {whole}"
+        yield _row(row, large, read_large, places, beside, [as_erofs, *ahead], packed=True)
         pieces = bench.size(2000, 200)
         random_row = f"cold, {pieces} random reads of 64 KB, {READERS} readers"
         scattered = random_places(size, pieces)
@@ -118,18 +126,6 @@ def _name_rows(bench: Bench) -> Iterator[Row]:
         yield _row(f"cold, find over {count} names", unit, find, places, chosen, goals, cold=True)
         yield _row(f"cold, ls -lR over {count} names", unit, ls, places, chosen, goals, cold=True)
         yield _row(f"warm, ls -lR over {count} names", unit, ls, places, chosen, goals)
-
-
-def _packed_rows(places: Places, *kinds: tuple[Unit, str, Callable[[Path], None]]) -> Iterator[Row]:
-    """First reads whose packed bytes are in the page cache."""
-    chosen = [EROFS, KERNEL, FUSED, "squashfuse_ll, lz4", "castore", "castore, lz4"]
-    for unit, what, read in kinds:
-        goals = [
-            Goal("castore, lz4", 0.8, EROFS),
-            Goal("castore", 1.3, KERNEL),
-            Goal("castore", 1.3, FUSED),
-        ]
-        yield _row(f"packed bytes cached, {what}", unit, read, places, chosen, goals, packed=True)
 
 
 def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[Places, list[str]]:
