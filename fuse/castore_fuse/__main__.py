@@ -18,6 +18,7 @@ from castore.read.file_tree import FileTree
 from castore_fuse.daemon import serve
 from castore_fuse.errors import MountError
 from castore_fuse.follower import Follower
+from castore_fuse.kernel_read_ahead import KernelReadAhead
 from castore_fuse.lifecycle import mount_options
 from castore_fuse.operations import Operations
 from castore_fuse.session import Session
@@ -54,12 +55,12 @@ class MountDaemon:
                 prefetch=given.prefetch,
             )  # fmt: skip
         self.view = View(self.store, given.prefix, given.cache_size, tree)
-        operations = Operations(self.view)
+        operations = self._operations = Operations(self.view)
         options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
         threads = given.threads
         if threads is None and self.store.remotes():
             threads = _WAITING_THREADS
-        session = Session(operations, given.mountpoint, options, threads)
+        session = self._session = Session(operations, given.mountpoint, options, threads)
         listener = heartbeat = None
         # A mount of a remote can fetch its bytes again, so gc need not ask it.
         if not (self.store.read_only or given.remote):
@@ -72,6 +73,8 @@ class MountDaemon:
 
     def started(self) -> None:
         """Start the threads. Called once the mount answers."""
+        if self._session.device is not None:
+            self._operations.kernel_read_ahead = KernelReadAhead.of_device(self._session.device)
         self.follower.start()
         if hasattr(self, "_remote_tree"):
             self._remote_tree.begin(self.view.prefix)

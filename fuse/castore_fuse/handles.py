@@ -52,11 +52,12 @@ class ReadAhead:
 class Handle:
     """An open object: its reader, and how far a sequential reader has come."""
 
-    __slots__ = ("read_ahead", "reader")
+    __slots__ = ("end", "read_ahead", "reader")
 
     def __init__(self, reader: HeldBlob, read_ahead: int) -> None:
         self.reader = reader
         self.read_ahead = ReadAhead(read_ahead)
+        self.end = 0  # of the last read
 
     def close(self) -> None:
         """Close the object, once no read of it is under way."""

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from castore.errors import CastoreError, CorruptError, RemoteError
 from castore.objects.codecs import FRAME_SIZE
 from castore_fuse.handles import Handle, Handles
+from castore_fuse.kernel_read_ahead import KernelReadAhead
 from castore_fuse.listing import Listing
 from castore_fuse.lowlevel import BytesLike, LowLevel
 from castore_fuse.nodes import Lookups, Node, NodeTable
@@ -60,6 +61,8 @@ class Operations(LowLevel):
         self.nodes = NodeTable()
         self.lookups = Lookups()
         self.handles = Handles(view)
+        #: That of the mount, once it is mounted.
+        self.kernel_read_ahead: KernelReadAhead | None = None
         self._uid, self._gid = os.getuid(), os.getgid()
         self._listings: dict[int, Listing] = {}
         self._numbers = itertools.count(1)
@@ -185,7 +188,11 @@ class Operations(LowLevel):
                 return None
             raise OSError(errno.EIO, str(error)) from error
         if reader.frames > 1 and data:
-            last = (offset + len(data) - 1) // FRAME_SIZE
+            end = offset + len(data)
+            if self.kernel_read_ahead is not None:
+                self.kernel_read_ahead.note(opened.end, offset, end)
+            opened.end = end
+            last = (end - 1) // FRAME_SIZE
             if read_ahead := opened.read_ahead.next_frames(offset // FRAME_SIZE, last):
                 reader.prefetch(read_ahead)
         return data

@@ -51,6 +51,9 @@ class Session:
         mountpoint: an existing folder.
         options: mount options, such as `ro`, `allow_other`, `fsname=...`; commas in them need no escaping.
         threads: number of requests handled at once; the default is that of `default_threads`.
+
+    Attributes:
+        device: major and minor number of the mounted file system, such as ``0:57``; None before `mount`.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Session:
         # C keeps pointers into the table: it must live as long as the session.
         self._table = Dispatcher(ops, self._lib).table()
         self._notify_lock = threading.Lock()
-        self._device: str | None = None
+        self.device: str | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._wake_write, False)  # signal.set_wakeup_fd requires it
         self._session = self._new(options)
@@ -92,7 +95,7 @@ class Session:
         if failed:
             raise MountError(f"cannot mount at {self.mountpoint}: {captured() or 'libfuse gives no reason'}")
         found = mountpoints.mount_at(self.mountpoint)
-        self._device = found.device if found else None
+        self.device = found.device if found else None
 
     def run(self, on_ready: Callable[[], None] | None = None, grace: float = 5.0) -> None:
         """Serve until the mount is unmounted, `exit()` is called, or SIGTERM or SIGINT arrives.
@@ -172,7 +175,7 @@ class Session:
     def _detach(self) -> None:
         """Unmount lazily, unless that was done already. Open handles keep the mount alive."""
         found = mountpoints.mount_at(self.mountpoint)
-        if found is not None and found.device == self._device:
+        if found is not None and found.device == self.device:
             mountpoints.detach(self.mountpoint, lazy=True)
 
     def _wait_for(self, workers: list[threading.Thread], grace: float) -> bool:
