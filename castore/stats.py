@@ -66,6 +66,17 @@ class RemoteUse(NamedTuple):
         """Requests of all kinds."""
         return self.reads + self.writes + self.lists + self.deletes
 
+    @property
+    def dollars(self) -> float:
+        """The price of the requests as S3 has it: 0.40 dollars a million reads, 5 a million writes and lists.
+
+        Bytes that leave a region are not in it.
+
+        >>> RemoteUse(1_000_000, 100_000, 0, 50_000, 0, 0, 0, 0, 0, 0, 0.0).dollars
+        0.9
+        """
+        return (0.4 * self.reads + 5.0 * (self.writes + self.lists)) / 1e6
+
 
 class Stat(NamedTuple):
     """Figures about a store; sizes in bytes, times in seconds since the epoch.

@@ -128,7 +128,7 @@ def rm(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
 
 @remote.command("stat")
 def stat(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
-    """Show what is in a remote: refs, objects, shared results, and their sizes.
+    """Show what is in a remote, with sizes, and what this node has asked of its remotes.
 
     \b
     castore remote stat team
@@ -136,8 +136,10 @@ def stat(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
     need_output()
     with open_store(context) as store:
         found = store.remote(name).usage()
+        use = store.stat().remotes
     if as_json:
-        print_json(found._asdict() | {"size": found.size})
+        node = {"requests": use.requests, "dollars": use.dollars, "found": use.found, "offered": use.offered}
+        print_json(found._asdict() | {"size": found.size, "node": node})
         return
     rows = (
         ("refs", found.refs, ""),
@@ -145,6 +147,9 @@ def stat(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         ("objects", found.objects, format_size(found.objects_size)),
         ("shared results", found.results, format_size(found.results_size)),
         ("in all", sum((found.trees, found.objects, found.results)), format_size(found.size)),
+        ("requests of this node", use.requests, f"${use.dollars:.2f}"),
+        ("results that it found", use.found, ""),
+        ("results that it offered", use.offered, ""),
     )
     print_table(("", "NUMBER", "SIZE"), ((words, f"{number:,}", size) for words, number, size in rows))
 

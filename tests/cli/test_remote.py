@@ -563,8 +563,16 @@ def test_what_is_in_a_remote_is_counted_and_results_are_listed(
     found = cli("remote", "stat", team, "--json").json
     assert (found["refs"], found["objects"], found["results"]) == (1, 1, 2)
     assert found["size"] == found["objects_size"] + found["trees_size"] + found["results_size"]
+    # The push has written down its requests; the fetcher was killed, perhaps before it did.
+    assert found["node"]["requests"] >= 5
+    assert 0 < found["node"]["dollars"] < 0.01
+    assert {"found", "offered"} < set(found["node"])
     lines = cli("remote", "stat", team).out.splitlines()
     assert [line.split("\t")[:2] for line in lines][3] == ["shared results", "2"]
+    assert [line.split("\t")[0] for line in lines][-2:] == [
+        "results that it found",
+        "results that it offered",
+    ]
     listed = cli("remote", "results", team, "--json").json
     assert [one["key"] for one in listed] == ["features/a", "other"]
     assert [one["expires"] is None for one in listed] == [True, False]

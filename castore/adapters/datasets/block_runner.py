@@ -202,7 +202,7 @@ class BlockRun:
             return
         keys = _Keys(self._step)
         try:
-            for item in self._take_blocks(keys, maker, lambda number: number % ranks == rank):
+            for item in self._take_blocks(keys, maker, rank, ranks):
                 if isinstance(item, Future):
                     item.result()
         except Exception as error:
@@ -251,15 +251,13 @@ class BlockRun:
             raise _WrongGuess
         return results
 
-    def _take_blocks(
-        self, keys: _Keys, maker: _Maker, is_ours: Callable[[int], bool] = lambda number: True
-    ) -> list[_Item]:
+    def _take_blocks(self, keys: _Keys, maker: _Maker, rank: int = 0, ranks: int = 1) -> list[_Item]:
         """The results of blocks that are there, and places for those that are made, here or elsewhere.
 
         Args:
             keys, maker: of this pass over the blocks.
-            is_ours: which blocks are taken, by their places; by default all. The first ones are always taken,
-                until the keys of the others are known.
+            rank, ranks: one block of so many is taken, and the first ones until the keys of the others are
+                known.
         """
         first = 0
         done: list[_Item] = []
@@ -269,7 +267,7 @@ class BlockRun:
             nonlocal first
             with contextlib.closing(blocks):
                 for number, block in enumerate(blocks):
-                    if is_ours(number) or not keys.are_final:
+                    if number % ranks == rank or not keys.are_final:
                         numbers.append(number)
                         yield block
                     elif self._step.is_numbered:
@@ -281,7 +279,7 @@ class BlockRun:
                 item, rows = self._take(block, numbers.popleft(), first, keys, maker)
                 done.append(item)
                 first += rows
-                ahead.wants_rows = not isinstance(item, BlockResult)
+                ahead.wants_rows = ranks == 1 and not isinstance(item, BlockResult)
         return done
 
     def _look_ahead(
