@@ -294,9 +294,7 @@ def _end() -> None:
 
 
 def main() -> None:
-    """Import, then fork a child for each request. A child does its work, and
-    ends as Python does, or nearly so.
-    """
+    """Import, then fork a child for each request, which does its work and ends nearly as Python does."""
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)

@@ -42,7 +42,7 @@ class KernelReadAhead:
 
     @classmethod
     def of_device(cls, device: str) -> KernelReadAhead:
-        """That of a mounted file system, by its device, such as ``0:57``."""
+        """The read-ahead of a mounted file system with this device, such as ``0:57``."""
         return cls(Path("/sys/class/bdi") / device / "read_ahead_kb")
 
     def note(self, before: int, start: int, end: int) -> None:

@@ -61,7 +61,7 @@ class Operations(LowLevel):
         self.nodes = NodeTable()
         self.lookups = Lookups()
         self.handles = Handles(view)
-        #: That of the mount, once it is mounted.
+        #: Follows the readers; None until the view is mounted.
         self.kernel_read_ahead: KernelReadAhead | None = None
         self._uid, self._gid = os.getuid(), os.getgid()
         self._listings: dict[int, Listing] = {}
