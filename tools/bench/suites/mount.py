@@ -94,10 +94,8 @@ def rows(bench: Bench) -> Iterator[Row]:
         goals = [Goal("castore", 1.5, FUSED), Goal("castore", 1.5, KERNEL), Goal("castore, lz4", 2, FUSED)]
         yield _row(f"cold, {whole}", large, read_large, places, whole_row, goals, cold=True)
         beside = [EROFS, KERNEL, FUSED, "squashfuse_ll, lz4", "castore", "castore, lz4"]
-        as_erofs, ahead = (
-            Goal("castore, lz4", 0.8, EROFS),
-            [Goal("castore", 1.3, by) for by in (KERNEL, FUSED)],
-        )
+        as_erofs = Goal("castore, lz4", 0.8, EROFS)
+        ahead = [Goal("castore", 1.3, by) for by in (KERNEL, FUSED)]
         row = f"packed bytes cached, {label}"
         yield _row(row, small, read_small, places, beside, [as_erofs], packed=True)
         row = f"packed bytes cached, {whole}"
