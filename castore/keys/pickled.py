@@ -31,8 +31,8 @@ from castore.keys.torch_modules import (
 )
 
 _PARAMETRIZED = "torch.nn.utils.parametrize"
-#: torch sets these on a module that it compiles, and Lightning the last one.
-_MODULE_NOISE = {"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs"}
+#: torch sets these on a module that it compiles, Lightning the third one, and torch.jit.script the last one.
+_MODULE_NOISE = {"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs", "__overloads__"}
 #: Vectorizers of scikit-learn store here the id of the stop word list that they have checked.
 _SKLEARN_NOISE = {"_stop_words_id"}
 

@@ -299,7 +299,7 @@ def tensor_at(name: str, shape: Shape, start: int, stop: int) -> Build:
     dtype, carrier, kind = _TORCH_NAMES[name]
     if start == stop:
         # NumPy makes no array at the very end of a buffer, and torch warns about empty complex32 tensors.
-        return lambda _: torch.empty(shape, dtype=carrier or dtype).view(dtype)
+        return lambda _: torch.empty(shape, dtype=carrier or dtype, device="cpu").view(dtype)
     from_numpy, ndarray = torch.from_numpy, np.ndarray
     if len(shape) > _MOST_DIMENSIONS:
         count = prod(shape)

@@ -156,6 +156,16 @@ def test_switching_torch_compile_on_changes_no_key(adapter: str, by: str) -> Non
         assert ADAPTERS[adapter](plain) == before
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.usefixtures("folder")
+def test_compiling_a_model_as_torchscript_changes_no_key(adapter: str) -> None:
+    """torch.jit.script leaves an attribute on the model that it compiles."""
+    plain = torch.nn.Sequential(fingerprinted.linear(), torch.nn.ReLU())
+    before = ADAPTERS[adapter](plain)
+    torch.jit.script(plain)
+    assert ADAPTERS[adapter](plain) == before
+
+
 def _plus_one(x: int) -> int:
     return x + 1
 

@@ -94,6 +94,10 @@ def _compile() -> None:
 def _measure(name: str, options: argparse.Namespace, console: Console) -> None:
     """Run one suite; keep its figures and print them."""
     suite = cast("Suite", importlib.import_module(f"tools.bench.suites.{name}"))
+    why_not = getattr(suite, "why_not", str)()
+    if why_not:
+        console.print(f"{name}: not run, {why_not}", soft_wrap=True)
+        return
     folder = WORK / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)

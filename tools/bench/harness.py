@@ -150,7 +150,8 @@ class Bench:
 class Suite(Protocol):
     """A module in `tools/bench/suites`.
 
-    `rows` sets up, yields rows and studies, and cleans up when it is closed.
+    `rows` sets up, yields rows and studies, and cleans up when it is closed. A suite that some machines
+    cannot run has a function `why_not` as well: the reason, or an empty text.
     """
 
     TITLE: str

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _TOOLS = {
 
 def describe(work: Path) -> dict[str, Any]:
     """The machine as a flat table of words; `work` selects the disk."""
-    return {
+    found = {
         "processor": _first(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo")) or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
@@ -41,6 +42,9 @@ def describe(work: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "load at start": round(os.getloadavg()[0], 2),
     }
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        found["GPU"] = sys.modules["torch"].cuda.get_device_name()
+    return found
 
 
 def versions() -> dict[str, str]:

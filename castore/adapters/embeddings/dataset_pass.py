@@ -104,7 +104,7 @@ class DatasetPass:
                     continue
                 assert self.index is not None
                 assert kept is not None
-                found = torch.full((count,), -1)
+                found = torch.full((count,), -1, device="cpu")
                 there = (kept >= 0).nonzero().flatten()
                 if len(there):
                     keys = self.index.take(kept[there])[key_leaf_name(source.number, number)]
@@ -313,7 +313,7 @@ class DatasetPass:
                 "multiprocessing_context": loader.multiprocessing_context,
             }
         # A generator of its own, so that starting workers draws nothing from that of the training run.
-        options["generator"] = torch.Generator()
+        options["generator"] = torch.Generator(torch.get_default_device())
         if batches is None:
             return iter(DataLoader(loader.dataset, batch_size=batch_size, **options))
         return iter(DataLoader(NumberedDataset(loader.dataset), batch_sampler=batches, **options))

@@ -23,9 +23,13 @@ _CHUNK = 1 << 16
 
 
 class Lookup(Protocol):
-    """The interface that look-ups use."""
+    """The interface that look-ups use.
+
+    ``in_memory`` says where `take` wants the rows: on the CPU, or else on the device of the encoder.
+    """
 
     cache: EmbeddingCache
+    in_memory: bool
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
         """The outputs for rows, int64 of shape (B,), on ``device``."""
@@ -46,17 +50,21 @@ def list_tensors(outputs: Any) -> list[torch.Tensor]:
 class MappedLookup:
     """The mapped table itself: CacheType.CPU and CacheType.DISK."""
 
+    in_memory = True
+
     def __init__(self, cache: EmbeddingCache) -> None:
         self.cache = cache
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
-        """As in Placed."""
+        """As in Lookup."""
         found = self.cache.take(rows.cpu())
         return found if device.type == "cpu" else map_tensors(found, lambda tensor: tensor.to(device))
 
 
 class _CopiedLookup:
     """Some rows of a table, copied to a device."""
+
+    in_memory = False
 
     def __init__(self, cache: EmbeddingCache, rows: torch.Tensor) -> None:
         self.cache = cache
@@ -71,16 +79,22 @@ class _CopiedLookup:
     def _load(self, device: torch.device) -> None:
         if self._where == device:
             return
-        chunks = [self.cache.take(rows) for rows in torch.split(self._rows, _CHUNK)]
-        if not _is_fixed(chunks[0]):
+        sample = self.cache.take(self._rows[:1])
+        if not _is_fixed(sample):
             raise InvalidValueError(
                 "embeddings that differ in length cannot be kept on a device; use CacheType.CPU"
             )
-        self._outputs = concatenate(
-            [map_tensors(chunk, lambda tensor: tensor.to(device)) for chunk in chunks]
+        # Chunks that are joined on the device would take twice the memory there.
+        count = len(self._rows)
+        self._outputs = map_tensors(
+            sample, lambda tensor: tensor.new_empty((count, *tensor.shape[1:]), device=device)
         )
+        for start in range(0, count, _CHUNK):
+            chunk = self.cache.take(self._rows[start : start + _CHUNK])
+            for whole, part in zip(list_tensors(self._outputs), list_tensors(chunk), strict=True):
+                whole[start : start + len(part)] = part
         # Rows are mostly 0 to n - 1; each row is then its own place in the copy.
-        is_run = bool((self._rows == torch.arange(len(self._rows))).all())
+        is_run = bool((self._rows == torch.arange(len(self._rows), device="cpu")).all())
         self._index = None if is_run else self._rows.to(device)
         self._where = device
 
@@ -98,7 +112,7 @@ class DeviceLookup(_CopiedLookup):
     """
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
-        """As in Placed."""
+        """As in Lookup."""
         self._load(device)
         return self._select_rows(rows.to(device))
 
@@ -125,7 +139,7 @@ class SplitLookup(_CopiedLookup):
         super().__init__(cache, rows[rows % self._world == self._rank])
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
-        """As in Placed."""
+        """As in Lookup."""
         if not len(self._rows):
             raise InvalidValueError(
                 "there are fewer embeddings than ranks to split them over; use split=False"

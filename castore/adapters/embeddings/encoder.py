@@ -126,7 +126,7 @@ class CachedEncoder(nn.Module):
         """The embeddings of a batch, as the encoder returns them."""
         keys = next((value for value in (*args, *kwargs.values()) if isinstance(value, Keys)), None)
         if keys is not None:
-            return self._pad(self._look_up(keys.column(self.column)), kwargs)
+            return self._pad(self._look_up(keys), kwargs)
         if self.config.type_of(self.name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
         ):
@@ -168,12 +168,13 @@ class CachedEncoder(nn.Module):
         if self._detector.may_have_changed(thorough=thorough):
             self.look_again()
 
-    def _look_up(self, keys: torch.Tensor) -> Any:
+    def _look_up(self, keys: Keys) -> Any:
         self._refresh_if_changed()
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
+        column = keys.column_in_memory(self.column)
         # Rows are far below 2**44, so the least and the greatest key show whether all are of one table.
-        low, high = (int(key) for key in torch.aminmax(keys))
+        low, high = (int(key) for key in torch.aminmax(column))
         if low <= ABSENT:
             raise InvalidValueError(
                 f"the encoder {self.name!r} got keys of a place for which it was not cached; name all of its "
@@ -185,7 +186,9 @@ class CachedEncoder(nn.Module):
                 f"the encoder {self.name!r} got keys of several tables, or of "
                 "another model; look up batches of one loader"
             )
-        return self._tables[number].take(keys - number * ROWS_PER_TABLE, self._device(keys.device))
+        table = self._tables[number]
+        given = column if table.in_memory else keys.column(self.column)
+        return table.take(given - number * ROWS_PER_TABLE, self._device(keys.device))
 
     def _look_up_or_encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = (*args, kwargs)
@@ -263,6 +266,8 @@ class CachedEncoder(nn.Module):
 
 class _OutdatedLookup:
     """A table of the encoder before its weights changed."""
+
+    in_memory = True
 
     def __init__(self, cache: EmbeddingCache) -> None:
         self.cache = cache

@@ -327,7 +327,7 @@ def _join_ragged(items: list[torch.Tensor], name: str) -> LeafRows:
             )
     if first.shape[1:].numel() == 0:
         raise SerializationError(f"{name}: its elements, of shape {tuple(first.shape[1:])}, have no elements")
-    return LeafRows(torch.cat(items), torch.tensor([len(item) for item in items]))
+    return LeafRows(torch.cat(items), torch.tensor([len(item) for item in items], device="cpu"))
 
 
 def _join_text(items: list[Any]) -> LeafRows:
@@ -336,13 +336,17 @@ def _join_text(items: list[Any]) -> LeafRows:
     )
     encoded = [encode(item) for item in items]
     joined = bytearray(b"".join(encoded))
-    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    return LeafRows(values, torch.tensor([len(item) for item in encoded]))
+    values = (
+        torch.frombuffer(joined, dtype=torch.uint8)
+        if joined
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    return LeafRows(values, torch.tensor([len(item) for item in encoded], device="cpu"))
 
 
 def _to_tensor(items: list[Any], dtype: torch.dtype, name: str) -> torch.Tensor:
     try:
-        return torch.tensor(items, dtype=dtype)
+        return torch.tensor(items, dtype=dtype, device="cpu")
     except (RuntimeError, OverflowError, ValueError) as error:
         raise SerializationError(f"{name}: a number does not fit into 64 bits ({error})") from error
 

@@ -26,6 +26,8 @@ _MOVES = {
     "index_select",
     "narrow", "split", "chunk", "unbind", "cat", "concat", "concatenate", "__iter__",
 }  # fmt: skip
+#: Those of them that keep every row in its place.
+_MOVES_WHOLE = {"to", "cuda", "clone", "detach", "contiguous"}
 _DESCRIBES = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr",
     "get_device",
@@ -53,6 +55,9 @@ class Keys(torch.Tensor):
     castore.errors.InvalidValueError: mul of Keys: this batch holds keys of cached embeddings ...
     """
 
+    # Of Keys on a device: the same numbers in memory, so that a look-up need not wait for the device.
+    _in_memory: torch.Tensor | None = None
+
     @staticmethod
     def of(places: torch.Tensor) -> Keys:
         """These numbers, int64 of shape (B, E), as Keys."""
@@ -73,6 +78,11 @@ class Keys(torch.Tensor):
                 )
             return plain[:, number]
 
+    def column_in_memory(self, number: int) -> torch.Tensor:
+        """`column` on the CPU. A part of Keys on a device is copied from there, once the device has it."""
+        column = self.column(number)
+        return column.cpu() if self._in_memory is None else self._in_memory[:, number]
+
     @classmethod
     def __torch_function__(
         cls,
@@ -88,7 +98,15 @@ class Keys(torch.Tensor):
             if name in _DESCRIBES:
                 return func(*args, **kwargs)
             if name in _MOVES:
-                return _as_keys(func(*args, **kwargs), name)
+                result = _as_keys(func(*args, **kwargs), name)
+                if name in _MOVES_WHOLE and result.device.type != "cpu":
+                    source: Keys = args[0]
+                    on_device = source.device.type != "cpu"
+                    # A copy: a loader may fill the same memory with its next batch.
+                    result._in_memory = (
+                        source._in_memory if on_device else source.as_subclass(torch.Tensor).clone()
+                    )
+                return result
         raise _refusal_error(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keys:

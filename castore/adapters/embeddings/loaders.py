@@ -61,7 +61,7 @@ class SampleKeys:
     """
 
     def __init__(self, rows: torch.Tensor, columns: Sequence[KeyColumn], places: int) -> None:
-        keys = torch.full((len(rows), places, _width(columns)), ABSENT)
+        keys = torch.full((len(rows), places, _width(columns)), ABSENT, device="cpu")
         for column in columns:
             keys[:, column.place, column.encoder] = rows[:, column.source] + column.first_key
         self._keys = keys
@@ -98,7 +98,7 @@ class JoinedDataset(Dataset[Any]):
         return self.__getitems__([range(len(self))[index]])
 
     def __getitems__(self, indices: list[int]) -> Any:
-        values, wanted = {}, torch.as_tensor(indices)
+        values, wanted = {}, torch.as_tensor(indices, device="cpu")
         if self._index is not None and self._rows is not None:
             values = self._index.take(self._rows[wanted])
         return self._rest.join(values, self._keys.of(wanted))
@@ -117,7 +117,7 @@ class ReplacedCollate:
     def __call__(self, samples: list[NumberedSample]) -> Any:
         """The batch."""
         batch = self._collate([sample.value for sample in samples])
-        numbers = torch.tensor([sample.number for sample in samples])
+        numbers = torch.tensor([sample.number for sample in samples], device="cpu")
         return _with_keys(batch, self._places, self._keys.of(numbers))
 
 
@@ -144,7 +144,7 @@ class StreamingCollate:
         Raises:
             NotFoundError: an item was not there when the cache was filled.
         """
-        keys = torch.full((len(self._places), len(samples), _width(self._columns)), ABSENT)
+        keys = torch.full((len(self._places), len(samples), _width(self._columns)), ABSENT, device="cpu")
         # In the order of encoders and their calls, as the columns of `Pass.rows`.
         rows = [self._rows(encoder, own) for (encoder, _), own in self._gather.keys(samples).items()]
         for column in self._columns:

@@ -92,7 +92,7 @@ class Region:
         """The first bytes as a tensor. It must not be written to, which would end the process."""
         count = torch.Size(shape).numel()
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._buffer, dtype=dtype, count=count).view(shape)
 
     def populate(self, start: int, end: int) -> None:

@@ -244,15 +244,14 @@ class Table:
         for column, region in zip(self.columns, self._regions, strict=True):
             dtype, shape = dtype_of(column.dtype), (ends[column.space], *column.shape)
             tensors.append(
-                torch.empty((0, *column.shape), dtype=dtype)
+                torch.empty((0, *column.shape), dtype=dtype, device="cpu")
                 if region is None
                 else region.tensor(dtype, shape)
             )
-        starts = torch.tensor([*(run[0] for run in runs), _NEVER])
+        starts = torch.tensor([*(run[0] for run in runs), _NEVER], device="cpu")
+        stops = torch.tensor([run[1] for run in runs], dtype=torch.int64, device="cpu")
         whole = len(runs) == 1 and runs[0] == [0, ends[0]]
-        return TableView(
-            tuple(tensors), starts, torch.tensor([run[1] for run in runs], dtype=torch.int64), whole
-        )
+        return TableView(tuple(tensors), starts, stops, whole)
 
     def _populate(self, shards: list[Shard]) -> None:
         places = [

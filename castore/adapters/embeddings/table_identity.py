@@ -44,7 +44,7 @@ _MODULE_NOISE = {
     "training", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-    "_compiled_call_impl", "_is_torch_compile", "_compile_kwargs",
+    "_compiled_call_impl", "_is_torch_compile", "_compile_kwargs", "__overloads__",
 }  # fmt: skip
 # Bookkeeping of transformers and sentence_transformers, and the place from which a model was loaded.
 _LIBRARY_NOISE = frozenset({

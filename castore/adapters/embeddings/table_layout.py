@@ -231,4 +231,4 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def numpy_name(dtype: str) -> str:
     """NumPy's name for the elements of a file that holds a torch dtype."""
-    return str(numpy_view(torch.empty(0, dtype=dtype_of(dtype))).dtype.name)
+    return str(numpy_view(torch.empty(0, dtype=dtype_of(dtype), device="cpu")).dtype.name)

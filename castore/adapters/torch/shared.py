@@ -158,25 +158,40 @@ class SharedCache:
             for index, word, sample in zip(chosen, before, found, strict=True)
         ]
 
-    def get_batch(self, indices: Iterable[int]) -> Any:
+    def get_batch(self, indices: Iterable[int], out: Any = None) -> Any:
         """Copies of many samples as one batch; None if a sample is missing.
 
         A batch is a tensor of shape (number of indices, dimensions of a sample), or a tuple or dict of such.
         Faster than `get_slots`, whose samples a loader has to put together; see `collate`.
 
+        Args:
+            indices: indices in the dataset, in any order, also several times.
+            out: a batch of this form and size on the CPU, to be filled and returned: several times as fast
+                as memory that is new for every batch, and straight to a GPU if it is pinned. After None its
+                content is undefined.
+
         Raises:
             OutOfRangeError: an index is not in the dataset.
-            InvalidValueError: the cache is for ragged samples.
+            InvalidValueError: the cache is for ragged samples, or `out` has another form, shape or dtype.
+
+        >>> cache = SharedCache(0.001, dataset_len=10, data_dims=(2,))
+        >>> cache.set_slots([0, 1], [torch.tensor([5, 6], dtype=torch.uint8)] * 2)
+        >>> batch = torch.empty(2, 2, dtype=torch.uint8)
+        >>> cache.get_batch([1, 0], out=batch) is batch
+        True
         """
         chosen = self._indices(indices)
+        # Of ragged samples the storage says that they make no batch.
+        filled = out is not None and not self._structure.varies
+        parts = self._structure.take_batch(len(chosen), out) if filled else None
         words = self._words
         while True:
             before = [words[index] for index in chosen]
             if not all(word & _READY for word in before):
                 return None
-            batch = self._storage.batch(chosen)
+            batch = self._storage.batch(chosen, parts)
             if [words[index] for index in chosen] == before:
-                return batch
+                return batch if out is None else out
 
     def set_slot(
         self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False

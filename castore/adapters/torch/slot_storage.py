@@ -40,8 +40,8 @@ class SlotStorage(Protocol):
     def gather(self, indices: list[int]) -> Sequence[Any]:
         """Copies of several samples, in order."""
 
-    def batch(self, indices: list[int]) -> Any:
-        """Copies of several samples as one tensor, or one for each part."""
+    def batch(self, indices: list[int], out: list[torch.Tensor] | None = None) -> Any:
+        """Copies of several samples as one tensor, or one for each part; in ``out`` if given."""
 
     def write(self, index: int, values: list[torch.Tensor]) -> int:
         """Set a slot. Returns its word, as from `Slots.publish`; 0 if the sample does not fit."""
@@ -107,17 +107,21 @@ class Columns:
             return columns[0]
         return [self._structure.build(values) for values in zip(*columns, strict=True)]
 
-    def batch(self, indices: list[int]) -> Any:
-        """Copies of several samples, in order, as one tensor, or one for each part."""
-        return self._structure.build(self._blocks(indices))
+    def batch(self, indices: list[int], out: list[torch.Tensor] | None = None) -> Any:
+        """Copies of several samples, in order, as one tensor, or one for each part; in ``out`` if given."""
+        return self._structure.build(self._blocks(indices, out))
 
-    def _blocks(self, indices: list[int]) -> list[torch.Tensor]:
-        places = np.array(indices, np.intp)
-        return [
-            # Mode "clip" copies straight to the output's place; the indices are known to be in range.
-            _as(from_numpy(np.take(rows, places, 0, mode="clip")), part)
-            for rows, part in zip(self._arrays, self._structure.parts, strict=True)
-        ]
+    def _blocks(self, indices: list[int], out: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        places, parts = np.array(indices, np.intp), self._structure.parts
+        # Mode "clip" copies straight to the output's place; the indices are known to be in range.
+        if out is None:
+            return [
+                _as(from_numpy(np.take(rows, places, 0, mode="clip")), part)
+                for rows, part in zip(self._arrays, parts, strict=True)
+            ]
+        for rows, part, block in zip(self._arrays, parts, out, strict=True):
+            np.take(rows, places, 0, out=_carried(block, part), mode="clip")
+        return out
 
     def write(self, index: int, values: list[torch.Tensor]) -> int:
         """Set a slot. Returns its word."""
@@ -186,7 +190,7 @@ class Records:
         """Copies of several samples, in order."""
         return [self.read(index) for index in indices]
 
-    def batch(self, indices: list[int]) -> Any:
+    def batch(self, indices: list[int], out: list[torch.Tensor] | None = None) -> Any:
         """Not available for ragged samples: raises."""
         raise InvalidValueError("samples that differ in shape make no batch; read them with get_slots")
 
@@ -213,7 +217,7 @@ class Records:
             place = _aligned(place + 8 + 8 * rank)
             if 0 in shape:
                 values.append(
-                    torch.empty(shape, dtype=part.dtype)
+                    torch.empty(shape, dtype=part.dtype, device="cpu")
                 )  # NumPy makes no array at the end of a buffer
                 continue
             array = np.ndarray(shape, part.numpy, record, place)

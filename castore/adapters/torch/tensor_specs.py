@@ -94,6 +94,22 @@ class Part:
             )
         return value.detach()
 
+    def take_block(self, count: int, value: Any) -> torch.Tensor:
+        """``value`` as the place of this part of ``count`` samples; the part does not vary."""
+        wanted = (count, *self.shape)
+        if not isinstance(value, torch.Tensor):
+            found = f"a {type(value).__name__}"
+        elif value.shape != wanted or value.dtype is not self.dtype:
+            found = f"of shape {tuple(value.shape)} and {value.dtype}"
+        elif value.device.type != "cpu" or value.layout is not torch.strided or not value.is_contiguous():
+            found = f"on {value.device} or with gaps"
+        else:
+            return value.detach()
+        path = self.path.replace("sample", "out", 1)
+        raise InvalidValueError(
+            f"{path} is {found}; give a contiguous tensor on the CPU of shape {wanted} and {self.dtype}"
+        )
+
     def _admits(self, shape: torch.Size) -> bool:
         if shape == self.dims or self.dims is None:
             return True
@@ -176,21 +192,32 @@ class Structure:
             InvalidValueError: the sample has another structure; the message names the part, what was expected
                 and what was found.
         """
+        values = self._split(sample, f"slot {index}: {{}} is kept there, not {{}}")
+        return [part.take(index, value) for part, value in zip(self.parts, values, strict=True)]
+
+    def take_batch(self, count: int, batch: Any) -> list[torch.Tensor]:
+        """The parts of a batch that ``count`` samples, which do not vary, are to be copied to.
+
+        Raises:
+            InvalidValueError: the batch cannot take them; the message names the part, what was expected and
+                what was found.
+        """
+        values = self._split(batch, "out: {} is wanted, not {}")
+        return [part.take_block(count, value) for part, value in zip(self.parts, values, strict=True)]
+
+    def _split(self, value: Any, error: str) -> Sequence[Any]:
+        """The values of the parts in a user's form; ``error`` is formatted with what is wanted and found."""
         if self.is_single:
-            return [self.parts[0].take(index, sample)]
+            return [value]
         if self._keys is not None:
-            if not isinstance(sample, dict) or sample.keys() != set(self._keys):
-                found = list(sample) if isinstance(sample, dict) else type(sample).__name__
-                raise InvalidValueError(
-                    f"slot {index}: a dict with {list(self._keys)} is kept there, not {found}"
-                )
-            sample = [sample[key] for key in self._keys]
-        elif not isinstance(sample, tuple | list) or len(sample) != len(self.parts):
-            found = f"{len(sample)}" if isinstance(sample, tuple | list) else f"a {type(sample).__name__}"
-            raise InvalidValueError(
-                f"slot {index}: a tuple of {len(self.parts)} tensors is kept there, not {found}"
-            )
-        return [part.take(index, value) for part, value in zip(self.parts, sample, strict=True)]
+            if not isinstance(value, dict) or value.keys() != set(self._keys):
+                found = list(value) if isinstance(value, dict) else type(value).__name__
+                raise InvalidValueError(error.format(f"a dict with {list(self._keys)}", found))
+            return [value[key] for key in self._keys]
+        if not isinstance(value, tuple | list) or len(value) != len(self.parts):
+            found = f"{len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
+            raise InvalidValueError(error.format(f"a tuple of {len(self.parts)} tensors", found))
+        return value
 
     def build(self, values: Sequence[Any]) -> Any:
         """Combine one value for each part in the user's form."""

@@ -248,13 +248,24 @@ def _make_sparse(parts: Any) -> Any:
     sides = [expect(int, side) for side in expect(list, size)]
     if layout == "sparse_coo":
         return torch.sparse_coo_tensor(
-            where, values, sides, is_coalesced=expect(bool, coalesced), check_invariants=True
+            where,
+            values,
+            sides,
+            is_coalesced=expect(bool, coalesced),
+            check_invariants=True,
+            device="cpu",
         )
     if layout not in _COMPRESSED:
         raise ValueError(f"there is no layout {layout!r}")
     first, second = listed(2, where)
     return torch.sparse_compressed_tensor(
-        first, second, values, sides, layout=getattr(torch, layout), check_invariants=True
+        first,
+        second,
+        values,
+        sides,
+        layout=getattr(torch, layout),
+        check_invariants=True,
+        device="cpu",
     )
 
 

@@ -71,6 +71,25 @@ def test_what_computes_with_keys_is_refused(compute: Callable[[Any], Any]) -> No
     assert KEYS.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda keys: keys.to("meta"),
+        lambda keys: keys.to("meta").clone().detach().contiguous(),
+        lambda keys: copy.deepcopy(keys.to("meta", non_blocking=True)),
+    ],
+)
+def test_keys_on_a_device_are_known_in_memory_as_well(move: Callable[[Any], Any]) -> None:
+    """A look-up that read them from the device would wait for all that the device has to do before."""
+    memory = torch.arange(6).reshape(3, 2)
+    moved = move(Keys.of(memory))
+    memory.zero_()  # a loader takes the same memory for its next batch
+    assert moved.column(1).device.type == "meta"
+    assert moved.column_in_memory(1).tolist() == [1, 3, 5]
+    with pytest.raises(NotImplementedError):
+        moved[1:].column_in_memory(1)  # a part of them is read from the device, which here has no data
+
+
 def test_keys_of_one_item_without_a_batch_are_refused() -> None:
     with pytest.raises(InvalidValueError, match="without the dimension of the batch"):
         KEYS[0].column(0)  # type: ignore[attr-defined]

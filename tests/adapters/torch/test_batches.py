@@ -59,6 +59,45 @@ def test_a_batch_is_what_the_loader_would_have_made_of_its_samples(kind: str) ->
         assert ours.is_contiguous()
 
 
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_a_batch_is_copied_into_one_that_is_there(kind: str) -> None:
+    cache = filled(*STRUCTURES[kind])
+    plain = cache.get_batch([5, 0, 5])
+    for parts in (tensors(cache.get_batch([7, 7, 7])), [torch.zeros_like(part) for part in tensors(plain)]):
+        out = cache._structure.build(parts)
+        assert cache.get_batch([5, 0, 5], out=out) is out
+        assert all(map(torch.equal, parts, tensors(plain)))
+        assert all(map(torch.equal, tensors(out), tensors(plain)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "out", "found"),
+    [
+        ("tensor", torch.zeros(3, *DIMS, dtype=torch.uint8), r"out is of shape \(3, .* of shape \(2, "),
+        ("tensor", torch.zeros(2, *DIMS), "and torch.float32; give"),
+        ("tensor", torch.zeros(2, *DIMS, dtype=torch.uint8, device="meta"), "on meta"),
+        ("tensor", torch.zeros(4, *DIMS, dtype=torch.uint8)[::2], "with gaps"),
+        ("tensor", torch.zeros(1, *DIMS, dtype=torch.uint8).expand(2, *DIMS), "with gaps"),
+        ("tensor", bytearray(2), "out is a bytearray"),
+        ("bfloat16", torch.zeros(2, 4, dtype=torch.int16), "torch.int16; give .* torch.bfloat16"),
+        ("tuple", torch.zeros(2), "a tuple of 2 tensors is wanted, not a Tensor"),
+        ("tuple", (torch.zeros(2, *DIMS, dtype=torch.uint8), torch.zeros(2)), r"out\[1\] is of shape"),
+        ("dict", {"image": torch.zeros(2)}, r"a dict with \['image', 'label'\] is wanted, not \['image'\]"),
+    ],
+)
+def test_a_batch_that_cannot_take_them_is_refused_by_name(kind: str, out: Any, found: str) -> None:
+    cache = filled(*STRUCTURES[kind])
+    with pytest.raises(InvalidValueError, match=found):
+        cache.get_batch([1, 2], out=out)
+
+
+def test_a_batch_to_be_filled_shares_no_memory_with_the_cache() -> None:
+    cache = filled(DIMS, torch.uint8)
+    out = torch.zeros(2, *DIMS, dtype=torch.uint8)
+    cache.get_batch([1, 1], out=out).fill_(99)
+    assert torch.equal(cache[1], torch.full(DIMS, 1, dtype=torch.uint8))
+
+
 def test_a_batch_is_a_copy() -> None:
     cache = filled(DIMS, torch.uint8)
     cache.get_batch([1, 1]).fill_(99)
@@ -78,6 +117,8 @@ def test_there_is_no_batch_if_one_is_missing_nor_of_ragged_samples() -> None:
     ragged.set_slot(0, image(0))
     with pytest.raises(InvalidValueError, match="get_slots"):
         ragged.get_batch([0])
+    with pytest.raises(InvalidValueError, match="get_slots"):
+        ragged.get_batch([0], out=torch.zeros(1, 8, 8, 8))
 
 
 def _write(cache: SharedCache, over: Any) -> None:
