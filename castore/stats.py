@@ -46,6 +46,8 @@ class RemoteUse(NamedTuple):
             parts of an upload are not counted.
         found: results of computations that came from a remote, so that they were not computed here.
         offered: results that were computed here and offered to other stores.
+        left_alone: times that a process asked a remote for results no more for a minute, for want of an
+            answer.
         seconds: that all requests took, added up.
     """
 
@@ -59,6 +61,7 @@ class RemoteUse(NamedTuple):
     retries: int
     found: int
     offered: int
+    left_alone: int
     seconds: float
 
     @property
@@ -72,7 +75,7 @@ class RemoteUse(NamedTuple):
 
         Bytes that leave a region are not in it.
 
-        >>> RemoteUse(1_000_000, 100_000, 0, 50_000, 0, 0, 0, 0, 0, 0, 0.0).dollars
+        >>> RemoteUse(1_000_000, 100_000, 0, 50_000, 0, 0, 0, 0, 0, 0, 0, 0.0).dollars
         0.9
         """
         return (0.4 * self.reads + 5.0 * (self.writes + self.lists)) / 1e6

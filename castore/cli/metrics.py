@@ -60,4 +60,10 @@ def _metrics(stat: Stat) -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
     yield "remote_retries_total", "counter", "Further tries of requests to remotes.", {"": remotes.retries}
     results = {',kind="found"': remotes.found, ',kind="offered"': remotes.offered}
     yield "remote_results_total", "counter", "Results of computations from and to remotes.", results
+    yield (
+        "remote_left_alone_total",
+        "counter",
+        "Times a remote was not asked for a minute.",
+        {"": remotes.left_alone},
+    )
     yield "remote_request_seconds_total", "counter", "Time of all requests added up.", {"": remotes.seconds}

@@ -138,7 +138,10 @@ def stat(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         found = store.remote(name).usage()
         use = store.stat().remotes
     if as_json:
-        node = {"requests": use.requests, "dollars": use.dollars, "found": use.found, "offered": use.offered}
+        node = {
+            "requests": use.requests, "dollars": use.dollars, "found": use.found, "offered": use.offered,
+            "left_alone": use.left_alone,
+        }  # fmt: skip
         print_json(found._asdict() | {"size": found.size, "node": node})
         return
     rows = (
@@ -150,6 +153,7 @@ def stat(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
         ("requests of this node", use.requests, f"${use.dollars:.2f}"),
         ("results that it found", use.found, ""),
         ("results that it offered", use.offered, ""),
+        ("remotes that it left", use.left_alone, ""),
     )
     print_table(("", "NUMBER", "SIZE"), ((words, f"{number:,}", size) for words, number, size in rows))
 

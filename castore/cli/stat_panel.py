@@ -85,9 +85,13 @@ def _use(stat: Stat) -> _Section:
     section = [("reads", reads), ("evicted", _bold(f"{stat.evictions:,}", " entries so far"))]
     if stat.remotes.requests:
         section.append(("remotes", _remotes(stat.remotes)))
-    if stat.remotes.found + stat.remotes.offered:
-        pieces = f"{stat.remotes.found:,}", " found in remotes, ", f"{stat.remotes.offered:,}", " offered"
-        section.append(("results", _bold(*pieces)))
+    use = stat.remotes
+    if use.found + use.offered + use.left_alone:
+        results = _bold(f"{use.found:,}", " found in remotes, ", f"{use.offered:,}", " offered")
+        if use.left_alone:
+            times = plural(use.left_alone, "time")
+            results.append(f", a remote without an answer left alone for a minute {times}", "yellow")
+        section.append(("results", results))
     if stat.corrupt:
         section.append(
             ("damaged", Text(f"{stat.corrupt:,} blobs so far; `castore verify` tells more", "red"))

@@ -34,6 +34,7 @@ REMOTE_COUNTERS = tuple(
         "retries",
         "found",
         "offered",
+        "left_alone",
         "microseconds",
     )
 )

@@ -255,6 +255,8 @@ class SharedResults:
 
     def _leave_alone(self, error: Exception) -> None:
         self._silent_until = time.monotonic() + SILENT_SECONDS
+        self._parts.usage.counts["remote_left_alone"] += 1
+        self._parts.usage.flush_some()  # the process may go on for days
         log.warning("remote %r is not asked for results for %g s: %s", self.remote, SILENT_SECONDS, error)
 
     def _is_quick(self, name: str) -> bool:

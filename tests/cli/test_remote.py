@@ -566,12 +566,13 @@ def test_what_is_in_a_remote_is_counted_and_results_are_listed(
     # The push has written down its requests; the fetcher was killed, perhaps before it did.
     assert found["node"]["requests"] >= 5
     assert 0 < found["node"]["dollars"] < 0.01
-    assert {"found", "offered"} < set(found["node"])
+    assert {"found", "offered", "left_alone"} < set(found["node"])
     lines = cli("remote", "stat", team).out.splitlines()
     assert [line.split("\t")[:2] for line in lines][3] == ["shared results", "2"]
-    assert [line.split("\t")[0] for line in lines][-2:] == [
+    assert [line.split("\t")[0] for line in lines][-3:] == [
         "results that it found",
         "results that it offered",
+        "remotes that it left",
     ]
     listed = cli("remote", "results", team, "--json").json
     assert [one["key"] for one in listed] == ["features/a", "other"]

@@ -7,9 +7,11 @@ remote.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -128,12 +130,17 @@ def finds_all_of(nodes: Nodes) -> None:
     assert nodes.computed == len(VALUES)
 
 
+def _results(store: Store) -> tuple[int, int]:
+    use = store.stat().remotes
+    return use.found, use.offered
+
+
 def test_what_one_node_has_computed_another_finds(nodes: Nodes) -> None:
     finds_all_of(nodes)
     for name, counted in (("first", (0, len(VALUES))), ("other", (len(VALUES), 0))):
         with nodes.node(name, remote="") as store:
             FetcherClient(store.path).done()  # a fetcher writes its counts at its end
-            until(lambda: store.stat().remotes[-3:-1] == counted)  # noqa: B023
+            until(lambda: _results(store) == counted)  # noqa: B023
 
 
 def test_what_one_node_has_computed_another_finds_on_object_storage(shared: Nodes) -> None:
@@ -400,6 +407,12 @@ def test_a_remote_that_is_silent_costs_a_known_delay_once(
             record for record in caplog.records if "is not asked for results for 60 s" in record.getMessage()
         ]
         assert len(told) == 1
+        # Another process sees it while this one goes on.
+        words = [sys.executable, "-m", "castore", "--store", str(node.path), "stat"]
+        figures = json.loads(subprocess.run([*words, "--json"], capture_output=True, check=True).stdout)
+        assert figures["remotes"]["left_alone"] == 1
+        shown = subprocess.run(words, capture_output=True, check=True, text=True).stdout
+        assert "left alone for a minute 1 time" in " ".join(shown.replace("│", " ").split())
 
 
 def test_a_remote_that_refuses_ends_no_computation(

@@ -76,8 +76,8 @@ _SHOWS_SIZE = 1 / 20
 
 # Blocks whose results are looked for ahead, if nodes share them.
 _BLOCKS_AHEAD = 4
-# Rows whose features are taken for those of the result, while another run makes the first block.
-_GUESS_ROWS = 16
+#: Rows whose features are taken for those of the result, while another run makes the first block.
+GUESS_ROWS = 16
 # A column whose type no row has shown yet, in JSON.
 _NULL = '"dtype": "null"'
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
@@ -338,8 +338,8 @@ class BlockRun:
     def _guess(self, block: SourceBlock, first: int, digits: str, maker: _Maker) -> str | None:
         """The features that the first rows of the result have, in JSON; None if they do not show them."""
         multiple = self._step.rule.multiple
-        if digits not in self._guesses and (multiple is None or multiple <= _GUESS_ROWS):
-            rows = block.read().slice(0, multiple or _GUESS_ROWS)
+        if digits not in self._guesses and (multiple is None or multiple <= GUESS_ROWS):
+            rows = block.read().slice(0, multiple or GUESS_ROWS)
             self._guesses[digits] = maker.features_of(rows, first, digits)
         return self._guesses.get(digits)
 
