@@ -19,7 +19,6 @@ Must never keep a result that an operator's exception, or a dead worker, has cut
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
@@ -29,18 +28,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
 
 from castore.adapters.datasets import scratch
+from castore.adapters.datasets.block_claims import BlockClaims, Claim
 from castore.adapters.datasets.block_entries import (
     NO_ROOM,
     BlockResult,
     NotInBlocksError,
     find_result,
-    name_of_result,
     put_result,
 )
 from castore.adapters.datasets.block_step import (
@@ -56,7 +55,6 @@ from castore.adapters.datasets.block_step import (
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import format_digest
-from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
@@ -65,9 +63,6 @@ from castore.adapters.mapped_check import note_new
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.job_rank import job_rank
-
-if TYPE_CHECKING:
-    from castore import SharedTurn
 
 _VERSION = 1
 # One block in so many rows may be unlike the others; so much of a step suffices to estimate the size of its
@@ -95,31 +90,6 @@ class _FilesChanged(Exception):
 
 class _WrongGuess(Exception):
     """The result has other features than a few rows of it."""
-
-
-class _Claim:
-    """A claim of a block, among the runs of this machine, and of all nodes that share results.
-
-    Args:
-        release: ends the claim here.
-
-    Attributes:
-        turn: has the claim for other nodes; None if results are not shared.
-    """
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release = release
-        self.turn: SharedTurn | None = None
-
-    def end(self, *, is_kept: bool) -> None:
-        """Let other runs go on, with the result if it is kept."""
-        try:
-            if self.turn is not None and is_kept:
-                self.turn.offer()
-        finally:
-            if self.turn is not None:
-                self.turn.end()
-            self._release()
 
 
 class _Elsewhere(NamedTuple):
@@ -156,9 +126,7 @@ class BlockRun:
         self._step = step
         self.options = options
         self._temp_dir = temp_dir
-        self._fresh = fresh
-        # Keys of blocks that were looked for a moment ago, and that no other node shares.
-        self._not_shared: set[str] = set()
+        self._claims = BlockClaims(store, fresh=fresh)
         #: The features that were guessed, in JSON, by the key of the first block; None where there are none.
         self._guesses: dict[str, str | None] = {}
 
@@ -198,7 +166,7 @@ class BlockRun:
         So ranks do not ask for the same blocks all the time. Any rank makes those that are left.
         """
         rank, ranks = job_rank()
-        if ranks == 1 or self._fresh or not self._store.is_shared:
+        if ranks == 1 or not self._claims.are_shared:
             return
         keys = _Keys(self._step)
         try:
@@ -228,7 +196,7 @@ class BlockRun:
         """Whether an error came of features that were guessed wrong. If so, none are guessed again."""
         is_wrong = isinstance(error, _WrongGuess)
         if keys.guessed_for is not None:
-            begun = self._wait_for(keys.guessed_for)
+            begun = self._claims.wait_for(keys.guessed_for)
             is_wrong = begun is None or not keys.is_confirmed_by(begun)
         if is_wrong:
             maker.settle()
@@ -240,7 +208,7 @@ class BlockRun:
         kept = [item.result() if isinstance(item, Future) else item for item in done]
         results = []
         for item in kept:
-            result = self._wait_for(item.key) if isinstance(item, _Elsewhere) else item
+            result = self._claims.wait_for(item.key) if isinstance(item, _Elsewhere) else item
             if result is None:
                 return None
             if isinstance(item, _Elsewhere):
@@ -286,32 +254,25 @@ class BlockRun:
         self, blocks: Generator[SourceBlock, None, None], keys: _Keys
     ) -> Generator[SourceBlock, None, None]:
         """The blocks. Results that other nodes share are fetched some blocks ahead, side by side."""
-        if not self._store.is_shared or self._fresh or self._step.is_numbered:
+        if not self._claims.are_shared or self._step.is_numbered:
             yield from blocks
             return
         waiting: deque[tuple[SourceBlock, Future[None] | None]] = deque()
         with contextlib.closing(blocks), ThreadPoolExecutor(_BLOCKS_AHEAD, "castore-shared") as pool:
             for block in blocks:
                 # The keys of later blocks need the features of the first.
-                looks = pool.submit(self._look, keys.of(block, 0)) if keys.are_final else None
+                looks = pool.submit(self._claims.fetch, keys.of(block, 0)) if keys.are_final else None
                 waiting.append((block, looks))
                 if looks is None or len(waiting) > _BLOCKS_AHEAD:
                     yield _looked(*waiting.popleft())
             while waiting:
                 yield _looked(*waiting.popleft())
 
-    def _look(self, digits: str) -> None:
-        """Have the result of a block here, if another node shares it."""
-        if find_result(self._store, digits) is None:
-            turn = self._store.share(name_of_result(digits), ttl=math.inf)
-            if turn is not None and not turn.look():
-                self._not_shared.add(digits)
-
     def _take(
         self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: _Maker
     ) -> tuple[_Item, int]:
         """The result of a block if it is there, or a place for it; and the number of the block's rows."""
-        begun = None if keys.guessed_for is None else self._find_or_fetch(keys.guessed_for)
+        begun = None if keys.guessed_for is None else self._claims.find_or_fetch(keys.guessed_for)
         if begun is not None and not keys.is_confirmed_by(begun):
             raise _WrongGuess
         digits = keys.of(block, first)
@@ -328,13 +289,6 @@ class BlockRun:
             keys.learn(made.result())
         return made, len(rows)
 
-    def _find_or_fetch(self, digits: str) -> BlockResult | None:
-        """The result of a block, if it is here, or another node shares it."""
-        if self._store.is_shared:
-            self._look(digits)
-            self._not_shared.discard(digits)
-        return find_result(self._store, digits)
-
     def _guess(self, block: SourceBlock, first: int, digits: str, maker: _Maker) -> str | None:
         """The features that the first rows of the result have, in JSON; None if they do not show them."""
         multiple = self._step.rule.multiple
@@ -345,60 +299,18 @@ class BlockRun:
 
     def _find_or_claim(
         self, digits: str, keys: _Keys, guess: Callable[[], str | None]
-    ) -> BlockResult | _Claim | None:
+    ) -> BlockResult | Claim | None:
         """The result of a block; or a claim of it; None if another run has claimed it.
 
         The keys of all other blocks need the features of the first. While another run makes that block,
         ``guess`` gives them, unless it has been wrong.
         """
-        if self._fresh:
-            return _Claim(lambda: None)
-        locks, name = store_locks(self._store), name_of_result(digits)
-        while (found := find_result(self._store, digits)) is None:
-            release = locks.claim(name)
-            claim = None if release is None else self._claim_over_nodes(digits, release)
-            if claim is not None or keys.are_final:
-                return claim
+        while (found := self._claims.find_or_claim(digits)) is None and not keys.are_final:
             if (guessed := guess()) is not None:
                 keys.guess(guessed, digits)
-                return None
-            self._wait_for(digits)
+                break
+            self._claims.wait_for(digits)
         return found
-
-    def _claim_over_nodes(self, digits: str, release: Callable[[], None]) -> BlockResult | _Claim | None:
-        """The result of a block that is claimed here, or a claim over all nodes; None if another node has
-        claimed it.
-        """
-        claim = _Claim(release)
-        try:
-            found = find_result(self._store, digits)  # it may have been kept a moment ago
-            begun = "ours"
-            if found is None:
-                claim.turn = self._store.share(name_of_result(digits), ttl=math.inf)
-            if claim.turn is not None:
-                has_looked = digits in self._not_shared
-                self._not_shared.discard(digits)
-                begun = claim.turn.begin(has_looked=has_looked)
-            if begun == "found" and claim.turn is not None:
-                found = find_result(self._store, digits)
-                claim.turn.decline()  # evicted at once, it is no worse for other nodes
-        except BaseException:
-            claim.end(is_kept=False)
-            raise
-        if found is None and begun != "elsewhere":
-            return claim
-        claim.end(is_kept=False)
-        return found
-
-    def _wait_for(self, digits: str) -> BlockResult | None:
-        """The result of a block that another run has claimed; None if that run ends without it."""
-        with store_locks(self._store).hold(name_of_result(digits)):
-            found = find_result(self._store, digits)
-            turn = None if found is not None else self._store.share(name_of_result(digits), ttl=math.inf)
-            if turn is not None:
-                with turn:
-                    found = find_result(self._store, digits) if turn.bring() else None
-            return found
 
     def find(
         self, blocks: Iterable[SourceBlock | None]
@@ -522,7 +434,7 @@ class _Progress:
                 self._tell(rows)
 
 
-def _read(block: SourceBlock, claim: _Claim | None) -> pa.Table:
+def _read(block: SourceBlock, claim: Claim | None) -> pa.Table:
     """The rows of a block; its claim ends if they cannot be read."""
     try:
         return block.read()
@@ -580,7 +492,7 @@ class _Maker:
         first: int,
         features: str | None,
         digits: str,
-        claim: _Claim,
+        claim: Claim,
     ) -> Future[BlockResult]:
         """Make a block's result; waits while many others are being made.
 
@@ -644,7 +556,7 @@ class _Maker:
         rows: int,
         are_same_files: Callable[[], bool],
         file: Path,
-        claim: _Claim,
+        claim: Claim,
     ) -> BlockResult:
         is_kept = False
         try:

@@ -32,17 +32,18 @@ ABOUT = (
     "order, 1 MiB a call. Squashfs images are made with mksquashfs's defaults (128 KiB blocks), and read by "
     "squashfuse_ll and, mounted by root, by the kernel itself. EROFS images are made with mkfs.erofs's "
     "defaults (lz4hc, physical clusters of 4 KiB). In rows of packed bytes the images and the store's files "
-    "are in the page cache, and nothing that was decoded is, so the disk is out of the way. ratarmount shows "
-    "a tar of the same files: for "
-    "the small ones uncompressed, since of a compressed one it decodes a whole frame for each, and for the "
-    "large one in the frames of zstd that pzstd makes. The plain files lie on the same disk. Random reads "
-    "are of 64 KB at places of the large file that no two readers share, by four threads with a descriptor "
-    "each. The names are those of small files, 1000 to a folder; `find` and `ls -lR` run as programs of "
-    "their own."
+    "are in the page cache, and nothing that was decoded is, so the disk is out of the way; the shards are "
+    "the large file, cut. ratarmount shows a tar of the same files: for the small ones uncompressed, since "
+    "of a compressed one it decodes a whole frame for each, and for the large one in the frames of zstd that "
+    "pzstd makes. The plain files lie on the same disk. Random reads are of 64 KB at places of the large "
+    "file that no two readers share, by four threads with a descriptor each. The names are those of small "
+    "files, 1000 to a folder; `find` and `ls -lR` run as programs of their own."
 )
 KERNEL = "kernel's squashfs, zstd"
 FUSED = "squashfuse_ll, zstd"
 EROFS = "kernel's EROFS, lz4hc"
+#: Pieces into which the large file is cut, as tars of samples are for training.
+SHARDS = 4
 TAR, TAR_ZST = "ratarmount, tar", "ratarmount, tar.zst"
 
 
@@ -80,6 +81,10 @@ def rows(bench: Bench) -> Iterator[Row]:
         def read_large(root: Path) -> None:
             read_through(root / "large.tar", size)
 
+        def read_shards(root: Path) -> None:
+            for shard in _shards():
+                read_through(root / shard, size // SHARDS)
+
         def open_small(root: Path) -> None:
             _open_each(root, names)
 
@@ -98,8 +103,9 @@ def rows(bench: Bench) -> Iterator[Row]:
         ahead = [Goal("castore", 1.3, by) for by in (KERNEL, FUSED)]
         row = f"packed bytes cached, {label}"
         yield _row(row, small, read_small, places, beside, [as_erofs], packed=True)
-        row = f"packed bytes cached, {whole}"
-        yield _row(row, large, read_large, places, beside, [as_erofs, *ahead], packed=True)
+        row = f"packed bytes cached, {SHARDS} shards of {size // SHARDS // 10**6} MB in order"
+        yield _row(row, large, read_shards, places, beside, [as_erofs, *ahead], packed=True)
+        yield _row(f"packed bytes cached, {whole}", large, read_large, places, beside, packed=True)
         pieces = bench.size(2000, 200)
         random_row = f"cold, {pieces} random reads of 64 KB, {READERS} readers"
         scattered = random_places(size, pieces)
@@ -136,6 +142,7 @@ def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[Plac
     random.Random(corpus.SEED).shuffle(names)
     if not (plain / "large.tar").exists():
         (plain / "large.tar").hardlink_to(corpus.archive(bench.work.parent / "corpus", size))
+    _cut(plain, size)
     places: Places = {"plain files": Place(plain, lambda: None, None)}
     for codec in ("zstd", "lz4"):
         image = squashfs(plain, bench.work / f"{plain.name}.{codec}.squashfs", codec)
@@ -156,6 +163,18 @@ def _set_up(bench: Bench, stack: ExitStack, size: int, count: int) -> tuple[Plac
         places[name] = Place(mount.root, mount.again, store)
     places |= _by_ratarmount(stack, plain, bench.work)
     return places, names
+
+
+def _shards() -> list[str]:
+    return [f"shards/{number}.tar" for number in range(SHARDS)]
+
+
+def _cut(plain: Path, size: int) -> None:
+    """Cut the large file into shards."""
+    with (plain / "large.tar").open("rb") as file:
+        for name in _shards():
+            (plain / name).parent.mkdir(exist_ok=True)
+            (plain / name).write_bytes(file.read(size // SHARDS))
 
 
 def _set_up_names(bench: Bench, stack: ExitStack, count: int) -> Places:
@@ -198,7 +217,7 @@ def _by_ratarmount(stack: ExitStack, plain: Path, work: Path) -> Places:
 
 def _store(folder: Path, codec: str, plain: Path, names: list[str]) -> Path:
     with castore.Store(folder, codec=codec) as store:
-        for name in [*names, "large.tar"]:
+        for name in [*names, "large.tar", *_shards()]:
             if store.entry(name) is None:
                 store.put_file(name, plain / name)
     return folder
