@@ -6,8 +6,10 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from castore import CorruptError, InvalidNameError, NameConflictError, NotFoundError
+from castore.settings import no_store_message
 
 
 class DamagedFileError(CorruptError, OSError):
@@ -34,6 +36,11 @@ def lost_error(path: str, digest: str) -> DamagedFileError:
 def not_found_error(path: str) -> FileNotFoundError:
     """The error for a path without a file or folder."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"castore://{path}")
+
+
+def no_store_error(path: str, store: Path) -> FileNotFoundError:
+    """The error for a path in a store that does not exist."""
+    return FileNotFoundError(errno.ENOENT, no_store_message(store), f"castore://{path}")
 
 
 def is_folder_error(path: str) -> IsADirectoryError:

@@ -26,7 +26,6 @@ from castore.adapters.filesystem.errors import (
     damage_error,
     exists_error,
     lost_error,
-    not_found_error,
     raising_write_errors,
 )
 from castore.adapters.filesystem.unwinding import unwinding_blocks
@@ -54,6 +53,9 @@ class FileSystem(Protocol):
 
     def unstrip_protocol(self, name: str) -> str:
         """See fsspec's `AbstractFileSystem.unstrip_protocol`."""
+
+    def not_found_error(self, path: str) -> FileNotFoundError:
+        """See `CastoreFileSystem.not_found_error`."""
 
     def append_options(self, entry: Entry | None, given: dict[str, Any]) -> dict[str, Any]:
         """See `CastoreFileSystem.append_options`."""
@@ -128,7 +130,7 @@ def _open_bytes(fs: FileSystem, path: str) -> io.BufferedReader:
     while True:
         entry = fs.entry(path)
         if entry is None:
-            raise not_found_error(path)
+            raise fs.not_found_error(path)
         try:
             return fs.store.open(path)
         except NotFoundError as error:

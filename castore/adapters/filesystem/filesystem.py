@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -21,21 +22,22 @@ from fsspec.implementations.local import make_path_posix, trailing_sep
 from fsspec.mapping import FSMap
 from fsspec.utils import isfilelike, other_paths, stringify_path
 
-from castore import Entry, InvalidNameError, Store
+from castore import Entry, InvalidNameError, Store, StoreError
 from castore.adapters.filesystem import unfinished
 from castore.adapters.filesystem.errors import (
     DamagedFileError,
     exists_error,
     is_folder_error,
     lost_error,
+    no_store_error,
     not_found_error,
     raising_read_errors,
     raising_write_errors,
 )
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
 from castore.adapters.filesystem.stores import shared_store
-from castore.names import below, check_prefix
-from castore.settings import store_folder
+from castore.names import below, check_name, check_prefix
+from castore.settings import has_lost_settings, load, store_folder
 from castore.system.local_files import replacing
 
 #: Options of a put, for all files of a file system or for one.
@@ -95,11 +97,32 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         self._put_options = {name: options.pop(name) for name in _PUT_OPTIONS if name in options}
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
-        self.store = store if isinstance(store, Store) else shared_store(store)
+        self._open_store = store if isinstance(store, Store) else None
+        self._place = store.path if isinstance(store, Store) else Path(os.path.abspath(store))
         self._made_folders: set[str] = set()  # folders of `mkdir`, which may be empty
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.store.path)!r})"
+        return f"{type(self).__name__}({str(self._place)!r})"
+
+    @property
+    def store(self) -> Store:
+        """The store; made if it does not exist, for whoever writes."""
+        if self._open_store is None:
+            self._open_store = shared_store(self._place)
+        return self._open_store
+
+    def _has_store(self) -> bool:
+        """Whether there is a store. Reading makes none, since its path may be mistyped."""
+        if self._open_store is not None:
+            return True
+        try:
+            return load(self._place) is not None or has_lost_settings(self._place)
+        except StoreError:
+            return True  # opening it tells the reason
+
+    def not_found_error(self, path: str) -> FileNotFoundError:
+        """The error for a path without a file or folder."""
+        return not_found_error(path) if self._has_store() else no_store_error(path, self._place)
 
     # Paths
 
@@ -112,19 +135,23 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     @property
     def fsid(self) -> str:
         """Identifies this store among those of this machine."""
-        return f"castore-{self.store.path}"
+        return f"castore-{self._place}"
 
     # Finding
 
     def entry(self, path: str) -> Entry | None:
         """The entry of a path, also if its bytes are damaged or gone; None if there is none."""
         unfinished.finish_unreferenced()
+        if not self._has_store():
+            return None
         try:
             return self.store.entry(path)
         except InvalidNameError:
             return None
 
     def _is_folder(self, path: str) -> bool:
+        if not self._has_store():
+            return False
         try:
             return not path or self.store.tree.is_folder(check_prefix(path), time.time())
         except InvalidNameError:
@@ -149,7 +176,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             return _file_info(entry)
         if self._folder_exists(path):
             return _folder_info(path)
-        raise not_found_error(path)
+        raise self.not_found_error(path)
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         """Whether there is a file or a folder."""
@@ -178,14 +205,16 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         else:
             with raising_read_errors(path):
                 check_prefix(path)
-            files, folders = self._names_in(path)
+            if not (path or self._has_store() or self._made_folders):
+                raise self.not_found_error(path)
+            files, folders = self._names_in(path) if self._has_store() else ([], [])
             found = self._entries_in(path, files) if detail else dict.fromkeys(files, "")
             found.update(zip(folders, folders, strict=True))
             for folder in self._made_folders_below(path):
                 if self._parent(folder) == path:
                     found.setdefault(folder, folder)
             if not found and path and path not in self._made_folders:
-                raise not_found_error(path)
+                raise self.not_found_error(path)
         names = sorted(found)
         if not detail:
             return names
@@ -245,7 +274,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         path = self._strip_protocol(path)
         unfinished.finish_unreferenced()
         try:
-            entries = list(self.store.entries(path))
+            entries = list(self.store.entries(path)) if self._has_store() else []
         except InvalidNameError:
             entries = []
         start = len(path) + 1 if path else 0
@@ -371,7 +400,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
     def _check_is_file(self, path: str) -> None:
         if self.entry(path) is None:
-            raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
+            raise is_folder_error(path) if self._is_folder(path) else self.not_found_error(path)
 
     def _check_is_no_folder(self, path: str) -> None:
         if self._is_folder(path):
@@ -380,7 +409,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """The bytes of a file, or those from ``start`` to ``end``; negative numbers count from its end."""
         path = self._strip_protocol(path)
-        if start is None and end is None:
+        if start is None and end is None and self._has_store():
             with raising_read_errors(path):
                 data = self.store.get(path)
             if data is not None:
@@ -584,7 +613,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         if (entry := self.entry(path1)) is None:
             if self._folder_exists(path1):
                 return
-            raise not_found_error(path1)
+            raise self.not_found_error(path1)
         self._require_bytes(entry)
         with raising_read_errors(path1), raising_write_errors(path2):
             self.store.copy(path1, path2)
@@ -621,7 +650,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
 
     def _move(self, source: str, target: str) -> None:
         if (entry := self.entry(source)) is None:
-            raise not_found_error(source)
+            raise self.not_found_error(source)
         self._require_bytes(entry)
         with raising_read_errors(source), raising_write_errors(target):
             self.store.rename(source, target)
@@ -659,7 +688,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             self._require_bytes(entry)
             return True
         if not self._folder_exists(old):
-            raise not_found_error(old)
+            raise self.not_found_error(old)
         if not recursive:
             raise is_folder_error(old)
         if not old or old == new or new.startswith(old + "/"):
@@ -681,7 +710,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)
         if self.entry(path) is None:
-            raise is_folder_error(path) if self._is_folder(path) else not_found_error(path)
+            raise is_folder_error(path) if self._is_folder(path) else self.not_found_error(path)
         self.store.delete(path)
 
     def rm_file(self, path: str) -> None:
@@ -701,7 +730,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             if self.entry(one) is not None:
                 files.append(one)
             elif not self._folder_exists(one):
-                raise not_found_error(one)
+                raise self.not_found_error(one)
             elif not recursive:
                 raise is_folder_error(one)
             else:
@@ -723,7 +752,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
             if self.entry(folder) is not None:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), f"castore://{folder}")
         try:
-            self.store.entry(path)
+            check_name(path)
         except InvalidNameError:  # nothing can lie there
             return
         self._made_folders.update((path, *_parent_folders(path, 0, None)))
@@ -750,7 +779,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         if path and (self._is_folder(path) or self._made_folders_below(path)):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), f"castore://{path}")
         if path and path not in self._made_folders:
-            raise not_found_error(path)
+            raise self.not_found_error(path)
         self._made_folders.discard(path)
 
 

@@ -1223,3 +1223,35 @@ def test_as_a_mapping_it_holds_bytes_by_name(fs: CastoreFileSystem) -> None:
     del mapper["a/b"]
     with pytest.raises(KeyError):
         mapper["a/b"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda fs: fs.open("a/b"),
+        lambda fs: fs.cat("a/b"),
+        lambda fs: fs.info("a"),
+        lambda fs: fs.ls(""),
+        lambda fs: fs.get("a/b", "copy"),
+        lambda fs: fs.cp("a/b", "c"),
+        lambda fs: fs.rm("a/b"),
+    ],
+)
+def test_reading_makes_no_store_and_says_that_there_is_none(tmp_path: Path, read: Any) -> None:
+    """Its path may be mistyped."""
+    fs = fsspec.filesystem("castore", store=tmp_path / "typo")
+    with pytest.raises(FileNotFoundError, match=f"there is no store at {tmp_path}/typo; `castore init`"):
+        read(fs)
+    assert [fs.exists("a/b"), fs.isdir(""), fs.find(""), fs.glob("**")] == [False, False, [], []]
+    assert not (tmp_path / "typo").exists()
+
+
+def test_writing_makes_the_store(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("castore", store=tmp_path / "new")
+    fs.makedirs("a/c")
+    assert fs.ls("a", detail=False) == ["a/c"]
+    assert not (tmp_path / "new").exists()
+    again = pickle.loads(pickle.dumps(fs))
+    again.pipe("a/b", b"1")
+    assert fs.cat("a/b") == b"1"
+    assert sorted(fs.ls("a", detail=False)) == ["a/b", "a/c"]
