@@ -13,7 +13,6 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import blake3
@@ -31,6 +30,8 @@ from castore.system.io_errors import AT_FAULT
 from castore.system.ram_cache import MemoryLRU
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from castore.shm.shared_frames import ObjectFrames, SharedFrames
 
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -340,7 +341,8 @@ class BlobReader:
         if not self.hold():  # until the end: the reader may be closed while frames are still decoded
             raise ValueError("the blob is closed")
         hasher = blake3.blake3() if whole and self.frames > 1 else None  # one frame is checked by its digest
-        owner, pending, taken = os.getpid(), deque[tuple[range, Future[list[bytes]]]](), 0
+        owner, taken = os.getpid(), 0
+        pending: deque[tuple[range, Future[list[bytes]]]] = deque()
         try:
             if self.frames == 1:
                 yield self._load(0)

@@ -12,9 +12,8 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import blake3
 import xxhash
@@ -25,6 +24,9 @@ from castore.objects.dictionaries import DICTIONARY_LIMIT, Dictionary
 from castore.objects.frames import build_trailer
 from castore.records import Buffer
 from castore.system.cpus import hash_threads, usable_cores
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 #: `auto` keeps the compressed form if it saves at least this share; a smaller saving does not pay for
 #: decoding.

@@ -198,7 +198,8 @@ class _Run:
         state = read_state(self._bucket)
         now = self._now()
         if state.phase == CONDEMNED:
-            if now - state.time < self._grace:
+            # From the moment on at which pushes could know the list. To find the keys may have taken days.
+            if now - self._changed() < self._grace:
                 return 0, 0
         elif state.phase == DELETING:
             if now - self._changed() < ABANDONED_SECONDS:
@@ -276,7 +277,7 @@ class _Run:
         if state.phase != IDLE:
             keys = self._read_list(state)
             listed = (one for folder in _SWEPT for one in self._bucket.listing(folder))
-            return len(keys), _size(one for one in listed if one.key in keys), state.time + self._grace
+            return len(keys), _size(one for one in listed if one.key in keys), self._changed() + self._grace
         found = self.find()
         self._bucket.remove_unfinished(found.now - max(self._grace, ABANDONED_SECONDS))
         left = [
@@ -292,7 +293,7 @@ class _Run:
         if not write_state(self._bucket, new, state):
             self._bucket.delete([list_key(new, number) for number in range(new.lists)])
             raise self._overtaken()
-        return len(found.garbage), _size(found.garbage.values()), found.now + self._grace
+        return len(found.garbage), _size(found.garbage.values()), self._changed() + self._grace
 
 
 def _order(key: str) -> tuple[int, str]:

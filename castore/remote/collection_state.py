@@ -46,7 +46,8 @@ class State(NamedTuple):
         collector: id of the process that changed the state last.
         list: id of the list of condemned keys.
         lists: number of objects that it has.
-        time: when its garbage was found, by the storage's clock, in Unix time.
+        time: when the search for its garbage began, by the storage's clock, in Unix time. For people alone:
+            the grace period begins when the state says condemned.
         before: condemned are only keys that were written before this time.
         beat: counts signs of life while keys are deleted.
         version: to compare when the state is replaced; None if there is none yet.

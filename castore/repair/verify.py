@@ -8,7 +8,6 @@ corrected. Each blob is read frame by frame: the frames of the largest blob boun
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,6 +68,8 @@ class Report(NamedTuple):
 
 def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], object] | None) -> Report:
     """Verify. See `Store.verify`."""
+    import random  # here: its imports are a twentieth of those of a `Store`
+
     copies_found = [
         Finding(path.stem, str(path), f"{why}; it has been written again" if mended else why, [])
         for path, why, missing, mended in dictionary_repair.repair_copies(parts.index, parts.objects)

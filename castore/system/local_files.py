@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,12 +25,12 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         with open(target, "wb") as file:
             yield file
         return
-    temporary = os.path.join(os.path.dirname(target), f".castore-{secrets.token_hex(8)}.part")
+    temporary = os.path.join(os.path.dirname(target), f".castore-{os.urandom(8).hex()}.part")
     try:
         with open(temporary, "xb") as file:
             yield file
         if exists:
-            shutil.copymode(target, temporary)
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         os.replace(temporary, target)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == temporary:

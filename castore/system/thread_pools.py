@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 
 def lasting_pool(threads: int, name: str) -> ThreadPoolExecutor:
@@ -25,6 +28,8 @@ def lasting_pool(threads: int, name: str) -> ThreadPoolExecutor:
     Raises:
         RuntimeError: the interpreter shuts down, or the machine has no more threads.
     """
+    from concurrent.futures import ThreadPoolExecutor  # here: most processes need no pool
+
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     starter = threading.Thread(target=_start_one, args=(pool,), name=f"{name}-starter")
     starter.start()
