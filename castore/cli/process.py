@@ -18,6 +18,7 @@ import typer
 from castore import Store
 from castore.cli.exit_codes import TERMINATED
 from castore.cli.output import AsJson, console, plural, print_error, print_json, spinner
+from castore.cli.remote_access import parse_shard
 from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
 from castore.units import format_duration, format_size
@@ -85,6 +86,14 @@ def process(
             help="Share steps with other nodes over it.  [default: $CASTORE_REMOTE]",
         ),
     ] = None,
+    shard: Annotated[
+        str,
+        typer.Option(
+            metavar="I/N",
+            help="Begin with one part of N of each step's blocks, counted from 0, where N nodes share steps. "
+            'Or "job": the part of this rank, by the variables of torchrun or Slurm.',
+        ),
+    ] = "job",
     on: Annotated[
         str | None,
         typer.Option("--on", metavar="ENGINE", help="ray: have all nodes of a Ray cluster share the work."),
@@ -135,6 +144,9 @@ def process(
         raise typer.BadParameter("--blame answers a question of its own; ask one at a time")
     if on not in (None, "ray"):
         raise typer.BadParameter(f"--on {on}: the only engine is ray")
+    part = None if shard == "job" else parse_shard(shard)
+    if part is not None and on is not None:
+        raise typer.BadParameter("--shard and --on ray both divide the work; give one of them")
     if address is not None and on is None:
         raise typer.BadParameter("--address is that of a Ray cluster: give --on ray, too")
     folders = _find_modules(config)
@@ -163,7 +175,7 @@ def process(
         else:
             if on is not None:
                 _run_on_ray(recipe, store, folders, address)
-            _run(recipe, store, as_json)
+            _run(recipe, store, part, as_json)
 
 
 def _run_on_ray(recipe: Recipe, store: Store, folders: list[str], address: str | None) -> None:
@@ -236,13 +248,13 @@ def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path
     return Path(recipe.ds_cache_dir)
 
 
-def _run(recipe: Recipe, store: Store, as_json: bool) -> None:
+def _run(recipe: Recipe, store: Store, shard: tuple[int, int] | None, as_json: bool) -> None:
     from castore.recipes import process as run
 
     current = _Current()
     try:
         with _bars(current) as (steps, rows):
-            outcome = run(recipe, store=store, progress=steps, exported=rows)
+            outcome = run(recipe, store=store, shard=shard, progress=steps, exported=rows)
     except (CastoreError, OSError):
         raise
     except Exception as error:  # a user's operator may raise anything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ FromRemote = Annotated[
         help="The remote.  [default: the only one there is]",
     ),
 ]
+
+
+_SHARD = re.compile(r"([0-9]{1,6})/([1-9][0-9]{0,5})")
 
 
 def find_remote(store: Store, name: str | None, option: str) -> Remote:
@@ -123,3 +127,15 @@ def count_changes(**counts: int) -> str:
     '3 new, 1 removed'
     """
     return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """The part that ``I/N`` means, and the number of parts.
+
+    Raises:
+        InvalidValueError: the text is no such thing.
+    """
+    found = _SHARD.fullmatch(text)
+    if found is None:
+        raise InvalidValueError(f'--shard is I/N, such as 0/8, or "job", not {text!r}')
+    return int(found[1]), int(found[2])

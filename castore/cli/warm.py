@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
 
 from castore.cli.completion import refs
 from castore.cli.output import AsJson, growing_progress, plural, print_json
-from castore.cli.remote_access import FromRemote, find_remote, short, split_ref
+from castore.cli.remote_access import FromRemote, find_remote, parse_shard, short, split_ref
 from castore.cli.store_access import open_store
-from castore.errors import InvalidValueError
 from castore.names import check_prefix
 from castore.system.job_rank import job_rank
 from castore.units import format_size
-
-_SHARD = re.compile(r"([0-9]{1,6})/([1-9][0-9]{0,5})")
 
 
 def warm(
@@ -46,7 +42,7 @@ def warm(
     srun castore warm --from team --shard job
     """
     check_prefix(prefix)
-    part = job_rank() if shard == "job" else _parse_shard(shard)
+    part = job_rank() if shard == "job" else parse_shard(shard)
     name, commit = split_ref(ref)
     with open_store(context) as store, growing_progress("warming") as progress:
         remote = find_remote(store, source, "--from")
@@ -56,15 +52,3 @@ def warm(
     else:
         at = short(name, warmed.commit)
         typer.echo(f"here now: {plural(warmed.names, 'name')} of {at}, {format_size(warmed.stored)}")
-
-
-def _parse_shard(text: str) -> tuple[int, int]:
-    """The part that ``I/N`` means, and the number of parts.
-
-    Raises:
-        InvalidValueError: the text is no such thing.
-    """
-    found = _SHARD.fullmatch(text)
-    if found is None:
-        raise InvalidValueError(f'--shard is I/N, such as 0/8, or "job", not {text!r}')
-    return int(found[1]), int(found[2])

@@ -221,6 +221,7 @@ def process(
     recipe: Recipe,
     *,
     store: Store | None = None,
+    shard: tuple[int, int] | None = None,
     progress: Callable[[Progress], object] | None = None,
     exported: Callable[[int], object] | None = None,
 ) -> Outcome:
@@ -229,6 +230,7 @@ def process(
     Args:
         recipe: the recipe to run.
         store: the store of the steps; by default the recipe's ``ds_cache_dir``, or else the default store.
+        shard: the part of the blocks to begin with, where nodes share steps: see `Pipeline.run`.
         progress: a callback that receives the run's progress.
         exported: a function called with the number of rows of each written piece of the result.
 
@@ -248,7 +250,7 @@ def process(
         try:
             # A run that continues after its checkpoint never reads its input.
             dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint, report=report)
-            result = pipeline.run(dataset, progress=progress)
+            result = pipeline.run(dataset, shard=shard, progress=progress)
             size = export.export(
                 result.dataset, recipe.export_path, exported, keep_stats=recipe.keep_stats_in_res_ds
             )

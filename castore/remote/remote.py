@@ -32,6 +32,7 @@ from castore.remote.outcomes import (
     Warmed,
 )
 from castore.remote.remotes import RemoteSettings
+from castore.system.job_rank import check_shard
 from castore.units import parse_duration
 
 # With `-m` Python would import modules from the current folder, which may hold anything.
@@ -285,9 +286,7 @@ class Remote:
             RemoteMissingError: there is no such ref, commit or prefix.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
         """
-        index, shards = shard
-        if not 0 <= index < shards:
-            raise InvalidValueError(f"there is no shard {index} of {shards}: count from 0 to {shards - 1}")
+        check_shard(shard)
         from castore.remote.remote_tree import RemoteTree
 
         with closing(RemoteTree(self._parts, self.name, ref, _check_commit(commit))) as tree:

@@ -1,13 +1,18 @@
-"""The place of this process among the processes of its job, from the variables of torchrun and Slurm.
+"""The place of this process among those of its job: told, or from the variables of torchrun and Slurm.
 
-Serves as a hint alone: processes of a job that begin at different places get in each other's way less. So
-nothing here is an error, and a process that knows of no job is the only one of its own.
+Serves as a hint alone: processes of a job that begin at different places get in each other's way less. So no
+variable is an error here, and a process that knows of no job is the only one of its own.
 """
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from castore.errors import InvalidValueError
 
 # Variables for the rank and for the number of ranks, and the rank that is the first one; earlier ones win.
 _JOBS = (
@@ -17,11 +22,43 @@ _JOBS = (
 )
 
 
+_told: ContextVar[tuple[int, int] | None] = ContextVar("castore-rank", default=None)
+
+
+def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
+    """A part ``(i, n)``, the i-th of n, counted from 0.
+
+    Raises:
+        InvalidValueError: there is no such part.
+
+    >>> check_shard((3, 3))
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: there is no shard 3 of 3: count from 0 to 2
+    """
+    try:
+        index, shards = map(operator.index, shard)
+    except (TypeError, ValueError):
+        raise InvalidValueError(f"a shard is two numbers, (i, n), not {shard!r}") from None
+    if not 0 <= index < shards:
+        raise InvalidValueError(f"there is no shard {index} of {shards}: count from 0 to {shards - 1}")
+    return index, shards
+
+
+@contextmanager
+def as_rank(shard: tuple[int, int] | None) -> Iterator[None]:
+    """Have `job_rank` give that in the block, in this thread; None leaves it as it is."""
+    token = _told.set(_told.get() if shard is None else shard)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
 def job_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     """The rank of this process, from 0 up, and the number of ranks.
 
     Args:
-        environ: the variables; None for those of this process.
+        environ: the variables; None for those of this process, unless `as_rank` tells otherwise.
 
     >>> job_rank({})
     (0, 1)
@@ -31,6 +68,9 @@ def job_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     ...     "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "4"})
     (2, 4)
     """
+    told = _told.get()
+    if environ is None and told is not None:
+        return told
     environ = os.environ if environ is None else environ
     for rank, size, first in _JOBS:
         try:

@@ -56,7 +56,8 @@ def test_a_second_node_takes_the_rows_of_the_first(here: Callable[..., Ran], pla
     for node in (place / "node0", place / "node1"):
         with Store(node) as store:
             know(store, "team", (place / "bucket").as_uri())
-            ran.append(here("--config", path, "--ds-cache-dir", node, "--remote", "team", "--json"))
+            words = ["--config", path, "--ds-cache-dir", node, "--remote", "team", "--json"]
+            ran.append(here(*words, "--shard", "1/2"))
             end_fetcher(store)
     first, second = ran
     assert (first.code, first.err, second.code, second.err) == (0, "", 0, "")
@@ -64,6 +65,11 @@ def test_a_second_node_takes_the_rows_of_the_first(here: Callable[..., Ran], pla
     reused = {step["name"]: step["rows_in"] - step["rows_reused"] for step in second.json["steps"]}
     assert reused == dict.fromkeys(reused, 0)
     assert exported(place) == expected(place)
+    for shard, why in (("2/2", "there is no shard 2 of 2"), ("1", "--shard is I/N, such as 0/8")):
+        wrong = here("--config", path, "--ds-cache-dir", node, "--remote", "team", "--shard", shard)
+        assert (wrong.code, why in wrong.err) == (2, True)
+    alone = here("--config", path, "--shard", "0/2")
+    assert (alone.code, "give the store one with remote=" in alone.err) == (2, True)
     unknown = here("--config", path, "--remote", "nobody")
     assert (unknown.code, "castore remote add nobody" in unknown.err) == (1, True)
 

@@ -52,6 +52,7 @@ from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, withou
 from castore.errors import InvalidValueError, NotFoundError
 from castore.objects.codecs import check_codec
 from castore.store import Store
+from castore.system.job_rank import as_rank, check_shard
 
 ProgressCallback = Callable[[Progress], object]
 """The ``progress`` of `Pipeline.run`: it gets the run's `Progress`."""
@@ -119,15 +120,25 @@ class Pipeline:
         """``"cache"``, ``"checkpoint"`` or ``"none"``."""
         return "cache" if self.use_cache else "checkpoint" if self.use_checkpoint else "none"
 
-    def run(self, dataset: datasets.Dataset, *, progress: ProgressCallback | None = None) -> PipelineResult:
+    def run(
+        self,
+        dataset: datasets.Dataset,
+        *,
+        shard: tuple[int, int] | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> PipelineResult:
         """Run a dataset through all steps; every result to be kept is in the store on return.
 
         Args:
             dataset: the input, which is not changed.
+            shard: ``(i, n)`` begins with the i-th of n parts of each step's blocks, counted from 0, where n
+                nodes run at once over one remote. The result is whole on each of them: a part that no other
+                node has run is run here in the end. Default: the rank that torchrun or Slurm tells, if any.
             progress: a callback that receives the run's `Progress`.
 
         Raises:
-            InvalidValueError: the input is no `datasets.Dataset`.
+            InvalidValueError: the input is no `datasets.Dataset`; there is no such shard, or no remote over
+                which nodes could share.
             UnhashableError: a part of an operator has no stable hash.
             Exception: an exception of an operator; the steps before that operator are kept.
 
@@ -135,9 +146,16 @@ class Pipeline:
             CacheWarning: a step was damaged, or could not be kept, or will not fit.
         """
         _check_dataset(dataset)
+        if shard is not None:
+            shard = check_shard(shard)
+            if not (self.use_cache and self.store.is_shared):
+                raise InvalidValueError(
+                    "shard= divides work between nodes that share a remote: give the store one with remote=, "
+                    "and use the cache"
+                )
         pending_puts.warn()
         run = _Run(self, dataset, ProgressMeter(self.steps, progress))
-        with run:
+        with run, as_rank(shard):
             if self.use_cache:
                 result = run.run_cached()
             else:

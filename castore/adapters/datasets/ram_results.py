@@ -73,7 +73,13 @@ class RamPipeline(Pipeline):
         super().__init__(operators, **options)
         self._results = results
 
-    def run(self, dataset: datasets.Dataset, *, progress: ProgressCallback | None = None) -> PipelineResult:
+    def run(
+        self,
+        dataset: datasets.Dataset,
+        *,
+        shard: tuple[int, int] | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> PipelineResult:
         """As `Pipeline.run`, one operator at a time."""
         fingerprint = dataset_fingerprint(dataset, self.store)
         reports: list[StepReport] = []
@@ -83,7 +89,8 @@ class RamPipeline(Pipeline):
             fingerprint = step_key(fingerprint, one.steps[0].name, "operator", codes[0], codes)
             found = self._results.find(fingerprint)
             if found is None:
-                found = one.run(dataset, progress=self._offset_progress(progress, len(reports)))
+                told = self._offset_progress(progress, len(reports))
+                found = one.run(dataset, shard=shard, progress=told)
                 self._results.keep(fingerprint, found)
             else:
                 found = _mark_as_hits(found)

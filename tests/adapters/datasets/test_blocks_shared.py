@@ -14,6 +14,7 @@ import pytest
 
 from castore import SharedTurn, Store
 from castore.adapters.datasets import Pipeline, cached_filter, cached_map
+from castore.errors import InvalidValueError
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import in_processes
 from tests.mount.conftest import until
@@ -131,6 +132,28 @@ def test_ranks_begin_with_their_own_part_of_the_blocks_and_leave_none(
     assert after == []
     # After the first block, which decides the features, every second one comes before those in between.
     assert alone != sorted(alone)
+
+
+def test_a_run_of_a_pipeline_begins_with_the_part_that_it_is_told(folder: Path) -> None:
+    with Store(folder / "node0", remote="team") as store:
+        result = Pipeline([logging(str(folder / "log"))], store=store).run(rows(), shard=(1, 2))
+    assert result.dataset["length"] == rows().map(len_of)["length"]
+    order = seen(folder)
+    assert sorted(order) == list(range(ROWS))
+    assert order != sorted(order), "every second block comes before those in between"
+
+
+@pytest.mark.parametrize(
+    ("shard", "remote", "what"),
+    [
+        ((2, 2), "team", "there is no shard 2 of 2: count from 0 to 1"),
+        ("half", "team", r"a shard is two numbers, \(i, n\), not 'half'"),
+        ((0, 2), None, "share a remote: give the store one with remote="),
+    ],
+)
+def test_a_part_that_is_none_is_an_error(folder: Path, shard: Any, remote: str | None, what: str) -> None:
+    with Store(folder / "node0", remote=remote) as store, pytest.raises(InvalidValueError, match=what):
+        Pipeline([len_of], store=store).run(rows(), shard=shard)
 
 
 def test_indices_count_from_the_first_row_whichever_rank_runs_a_block(
