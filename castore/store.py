@@ -1484,18 +1484,27 @@ class Store:
         if self._shared is not None:
             self._shared.find_many(several, seconds)
 
-    def offer_shared(self, names: Iterable[str]) -> None:
+    def offer_shared(
+        self, names: Iterable[str], *, wait: bool = False, progress: Progress | None = None
+    ) -> None:
         """Offer entries that were computed here to other nodes, over the store's ``remote``.
 
         Args:
             names: each covers all that its bytes depend on.
+            wait: until all of them are in the remote; by default that happens in the background.
+            progress: called with the number of entries that are in the remote, and of all; with ``wait``.
 
         Raises:
             InvalidNameError: nothing can have one of those names.
-            InvalidValueError: ``names`` are no several names.
+            InvalidValueError: ``names`` are no several names; or, with ``wait``, the remote is only read.
+            RemoteError: the remote did not take them; with ``wait``.
         """
         several = [check_name(name) for name in require_several(names, "offer_shared", "names")]
-        if self._shared is not None:
+        if self._shared is None:
+            return
+        if wait:
+            self._shared.offer_now(several, progress or (lambda done, total: None))
+        else:
             self._shared.offer_many(several)
 
     def require_writable(self) -> None:

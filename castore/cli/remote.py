@@ -26,6 +26,9 @@ Name = Annotated[
     str, typer.Argument(metavar="NAME", autocompletion=remotes, help="The remote's name in this store.")
 ]
 
+#: Where the results of steps of datasets lie.
+_STEPS = ".datasets/blocks"
+
 
 @remote.callback()
 def _remote() -> None:
@@ -190,6 +193,30 @@ def results(
         for result in found
     )
     print_table(("KEY", "SIZE", "COMPUTED", "LAST USE", "EXPIRES"), rows)
+
+
+@remote.command("offer")
+def offer(
+    context: typer.Context,
+    name: Name,
+    prefix: Annotated[
+        str, typer.Argument(metavar="[PREFIX]", help="Keys at and below it.  [default: steps of datasets]")
+    ] = _STEPS,
+    as_json: AsJson = False,
+) -> None:
+    """Offer results of this store that a remote lacks: computed while it was away, or before it was added.
+
+    \b
+    castore remote offer team
+    castore remote offer team features
+    """
+    with open_store(context, remote=name) as store, growing_progress("offering", counts=True) as progress:
+        keys = [entry.name for entry in store.entries(prefix)]
+        store.offer_shared(keys, wait=True, progress=progress)
+    if as_json:
+        print_json({"offered": len(keys)})
+    else:
+        typer.echo(f"in {name} now: {plural(len(keys), 'result')} at and below {prefix}")
 
 
 @remote.command("forget")

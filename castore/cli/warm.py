@@ -11,7 +11,7 @@ from castore.cli.output import AsJson, growing_progress, plural, print_json
 from castore.cli.remote_access import FromRemote, find_remote, parse_shard, short, split_ref
 from castore.cli.store_access import open_store
 from castore.names import check_prefix
-from castore.system.job_rank import job_rank
+from castore.system.job_rank import required_rank
 from castore.units import format_size
 
 
@@ -42,7 +42,7 @@ def warm(
     srun castore warm --from team --shard job
     """
     check_prefix(prefix)
-    part = job_rank() if shard == "job" else parse_shard(shard)
+    part = required_rank() if shard == "job" else parse_shard(shard)
     name, commit = split_ref(ref)
     with open_store(context) as store, growing_progress("warming") as progress:
         remote = find_remote(store, source, "--from")

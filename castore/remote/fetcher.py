@@ -419,7 +419,10 @@ class Fetcher:
 
     def finish_offers(self, seconds: float) -> tuple[str, int, str | None]:
         """Wait for offers; returns this fetcher's id, and the rest as `Offers.wait`."""
-        return self.id, *self._offers.wait(seconds)
+        left, failure = self._offers.wait(seconds)
+        if not left:  # a program is about to end, after which somebody may look at the counts
+            self._parts.usage.flush_some()
+        return self.id, left, failure
 
     @property
     def is_offering(self) -> bool:

@@ -277,7 +277,7 @@ class Remote:
             ref: default ``"main"``.
             commit: the first six or more hex digits of a commit in the ref's history; default the newest.
             shard: ``(i, n)`` fetches the i-th of n parts, counted from 0, so that n nodes share the work. The
-                parts are of about equal size, and what lies in one object is in one part.
+                parts are of about equal size, and each has names that are neighbours.
             progress: called with stored bytes that are here, and the stored bytes of all.
 
         Raises:

@@ -44,7 +44,7 @@ from castore.remote.pages import Page, Row
 from castore.remote.passing import NOT_KEPT, Room
 from castore.remote.remotes import Remotes, SeenCommit
 from castore.remote.tree import Tree, difference
-from castore.remote.warm import fetch_ahead, is_of_shard
+from castore.remote.warm import fetch_ahead, rows_of_shard
 from castore.system.ram_cache import MemoryLRU
 from castore.units import format_size
 
@@ -369,7 +369,7 @@ class RemoteTree:
     def warm(self, prefix: str, shard: tuple[int, int], progress: Progress) -> Warmed:
         """See `Remote.warm`."""
         index, shards = shard
-        rows = [row for row in self._trees[0].rows(prefix) if is_of_shard(row, index, shards)]
+        rows = rows_of_shard(self._trees[0].rows(prefix), index, shards)
         if prefix and not rows and shards == 1:
             raise RemoteMissingError(f"ref {self._ref!r} has no name at or below {prefix!r}")
         total = sum({row.digest: row.place.stored for row in rows}.values())

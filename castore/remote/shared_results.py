@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from castore.errors import (
     CorruptError,
     FullError,
+    InvalidValueError,
     MissingDependencyError,
     NotFoundError,
     RemoteError,
@@ -241,6 +242,34 @@ class SharedResults:
             return
         for some in _chunks(names):
             self._note(some, self._ask(self._fetcher.call, "offer_results", names=some), keep=True)
+
+    def offer_now(self, names: Sequence[str], progress: Callable[[int, int], object]) -> None:
+        """Have results in the remote, unless it has them.
+
+        Args:
+            names: keys of computations, which are entries of the store.
+            progress: called with the number of results that are there, and of all.
+
+        Raises:
+            InvalidValueError: the remote is only read.
+            RemoteError: it did not take them.
+        """
+        if self._settings.read_only:
+            raise InvalidValueError(
+                f"remote {self.remote!r} was added with --read-only: nothing is offered to it"
+            )
+        for done, some in enumerate(_chunks(names)):
+            progress(done * _AT_ONCE, len(names))
+            fetcher, taken, left = "", None, 0
+            while fetcher != taken or left:
+                if fetcher != taken:  # the first time, or a fetcher that was killed has lost them
+                    fetcher, _ = self._fetcher.call(
+                        "offer_results", timeout=LOOKUP_SECONDS, remote=self.remote, names=some
+                    )
+                taken, (fetcher, left, failure) = fetcher, self._finish(time.monotonic() + LOOKUP_SECONDS)
+                if failure is not None:
+                    raise RemoteError(f"a result could not be offered to remote {self.remote!r}: {failure}")
+        progress(len(names), len(names))
 
     def _ask(self, call: Callable[..., Any], do: str, **fields: Any) -> Any:
         """A request to the fetcher; None if there is no answer, or if none is to be expected."""

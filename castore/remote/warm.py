@@ -19,9 +19,19 @@ from castore.remote.pages import Row
 _BYTES, _ROWS, _PARTS, _REQUESTS = 8 << 20, 1000, 8, 3
 
 
-def is_of_shard(row: Row, shard: int, shards: int) -> bool:
-    """Whether one of several nodes is to fetch a row: the rows of one object go to one node."""
-    return int.from_bytes(row.place.object[:8], "little") % shards == shard
+def rows_of_shard(rows: Iterable[Row], shard: int, shards: int) -> list[Row]:
+    """The rows that one of several nodes is to fetch: neighbours, about as many stored bytes for each node.
+
+    Names with the same bytes go to one node. All nodes come to the same parts by themselves.
+    """
+    every = list(rows)
+    total = sum({row.digest: row.place.stored for row in every}.values())
+    seen, parts = 0, dict[bytes, int]()
+    for row in every:
+        if row.digest not in parts:
+            parts[row.digest] = min((2 * seen + row.place.stored) * shards // (2 * max(total, 1)), shards - 1)
+            seen += row.place.stored
+    return [row for row in every if parts[row.digest] == shard]
 
 
 def fetch_ahead(

@@ -14,11 +14,12 @@ from contextvars import ContextVar
 
 from castore.errors import InvalidValueError
 
-# Variables for the rank and for the number of ranks, and the rank that is the first one; earlier ones win.
+# Variables for the rank and for the number of ranks, the rank that is the first one, and the step from one to
+# the next; earlier ones win.
 _JOBS = (
-    ("RANK", "WORLD_SIZE", ""),
-    ("SLURM_PROCID", "SLURM_NTASKS", ""),
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ("RANK", "WORLD_SIZE", "", ""),
+    ("SLURM_PROCID", "SLURM_NTASKS", "", ""),
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
 )
 
 
@@ -67,16 +68,52 @@ def job_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     >>> job_rank({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_ARRAY_TASK_ID": "3",
     ...     "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "4"})
     (2, 4)
+    >>> job_rank({"SLURM_ARRAY_TASK_ID": "14", "SLURM_ARRAY_TASK_MIN": "10", "SLURM_ARRAY_TASK_STEP": "2",
+    ...     "SLURM_ARRAY_TASK_COUNT": "4"})
+    (2, 4)
     """
     told = _told.get()
     if environ is None and told is not None:
         return told
     environ = os.environ if environ is None else environ
-    for rank, size, first in _JOBS:
-        try:
-            own, all_ = int(environ[rank]) - int(environ.get(first, "0")), int(environ[size])
-        except (KeyError, ValueError):
-            continue
-        if 0 <= own < all_ and all_ > 1:
-            return own, all_
+    for job in _JOBS:
+        found = _read(job, environ)
+        if found is not None and found[1] > 1:
+            return found
     return 0, 1
+
+
+def required_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """`job_rank` for a user who has asked for the part of this rank: a job of one rank has to say so.
+
+    Raises:
+        InvalidValueError: no variables tell the rank, or they make no sense.
+
+    >>> required_rank({"RANK": "0", "WORLD_SIZE": "1"})
+    (0, 1)
+    >>> required_rank({"RANK": "3", "WORLD_SIZE": "3"})
+    Traceback (most recent call last):
+    castore.errors.InvalidValueError: RANK=3 and WORLD_SIZE=3 tell no rank of this process; ...
+    """
+    environ = os.environ if environ is None else environ
+    told = [job for job in _JOBS if job[0] in environ]
+    for job in told:
+        if (found := _read(job, environ)) is not None and (found[1] > 1 or job == told[-1]):
+            return found
+    if told:
+        rank, size, *_ = told[0]
+        said = f"{rank}={environ[rank]} and {size}={environ.get(size, '')} tell no rank of this process"
+    else:
+        said = "neither RANK and WORLD_SIZE nor variables of Slurm tell the rank of this process"
+    raise InvalidValueError(f"{said}; say which part is its own, as in 0/8")
+
+
+def _read(job: tuple[str, str, str, str], environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """The rank and the number of ranks by the variables of one kind of job; None if they tell none."""
+    rank, size, first, steps = job
+    try:
+        own, rest = divmod(int(environ[rank]) - int(environ.get(first, "0")), int(environ.get(steps, "1")))
+        ranks = int(environ[size])
+    except (KeyError, ValueError, ZeroDivisionError):
+        return None
+    return (own, ranks) if rest == 0 and 0 <= own < ranks else None

@@ -603,6 +603,35 @@ def test_gc_condemns_what_an_interrupted_push_has_left(
     assert left.exists()
 
 
+def test_nodes_that_warm_a_part_each_have_about_as_much_and_all_of_it(
+    cli: Cli, store: Store, team: str, other: Store
+) -> None:
+    for number in range(40):
+        other.put(f"set/{number:02}", noise(500 * (number + 1), number))
+    other.put("set/again", noise(500, 0))  # the same bytes as the first
+    other.push(to="theirs")
+    parts = [cli("warm", "set", "--shard", f"{part}/3", "--json").json for part in range(3)]
+    whole = cli("warm", "set", "--json").json
+    assert sum(part["names"] for part in parts) == whole["names"] == 41
+    assert sum(part["stored"] for part in parts) == whole["stored"]
+    assert max(part["stored"] for part in parts) - min(part["stored"] for part in parts) < 2 * 20_000
+
+
+def test_results_are_offered_to_a_remote_that_lacks_them(cli: Cli, store: Store, team: str) -> None:
+    store.get_or_compute("features/a", lambda: [1])  # before anybody shares
+    store.get_or_compute("features/b", lambda: [2])
+    assert cli("remote", "results", team, "--json").json == []
+    assert cli("remote", "offer", team, "features").out == f"in {team} now: 2 results at and below features\n"
+    assert cli("remote", "offer", team, "--json").json == {"offered": 0}
+    assert [one["key"] for one in cli("remote", "results", team, "--json").json] == [
+        "features/a",
+        "features/b",
+    ]
+    end_fetcher(store)
+    wrong = cli("remote", "offer", "nobody")
+    assert (wrong.code, "castore remote add nobody" in wrong.err) == (1, True)
+
+
 def test_warm_says_what_is_here(
     cli: Cli, store: Store, team: str, other: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -610,7 +639,15 @@ def test_warm_says_what_is_here(
     other.push(to="theirs")
     assert re.fullmatch(r"here now: 1 name of main@\w{8}, \d+ B\n", cli("warm", "set").out)
     assert cli("warm", "--json").json["names"] == 1
+    alone = cli("warm", "--shard", "job")
+    assert (alone.code, "neither RANK and WORLD_SIZE nor variables of Slurm" in alone.err) == (2, True)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
     assert cli("warm", "--shard", "job", "--json").json["names"] == 1
+    monkeypatch.setenv("RANK", "9")
+    alone = cli("warm", "--shard", "job")
+    assert (alone.code, "RANK=9 and WORLD_SIZE=1 tell no rank" in alone.err) == (2, True)
+    monkeypatch.delenv("RANK")
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert cli("warm", "--shard", "job", "--json").json == cli("warm", "--shard", "3/4", "--json").json

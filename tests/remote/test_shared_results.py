@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 from castore import Store
-from castore.errors import CorruptError, InvalidValueError, NotFoundError, TooLargeError
+from castore.errors import CorruptError, InvalidValueError, NotFoundError, RemoteError, TooLargeError
 from castore.remote import claims, shared_results
 from castore.remote.bucket import Listed
 from castore.remote.collect import collect
@@ -830,3 +830,24 @@ def test_the_bytes_of_a_record_are_where_the_page_says(nodes: Nodes) -> None:
     assert rows["large"].payload is None
     [listed] = nodes.bucket.listing("packs/")
     assert listed.key == object_key(rows["large"].row.place.object, packed=True)
+
+
+def test_results_of_an_outage_are_offered_later(nodes: Nodes) -> None:
+    nodes.node("first").close()
+    (nodes.folder / "bucket").rename(nodes.folder / "elsewhere")
+    with nodes.node("first") as first:
+        for number in range(70):
+            first.get_or_compute(f"later/{number}", nodes.compute(number))
+        with pytest.raises(RemoteError, match="is its file system mounted"):
+            first.offer_shared(["later/0"], wait=True)
+    (nodes.folder / "elsewhere").rename(nodes.folder / "bucket")
+    before = nodes.computed
+    told: list[tuple[int, int]] = []
+    with nodes.node("first") as first:
+        names = [entry.name for entry in first.entries("later")]
+        first.offer_shared(names, wait=True, progress=lambda done, total: told.append((done, total)))
+    assert told == [(0, 70), (64, 70), (70, 70)]
+    with nodes.node("other") as other:
+        for number in range(70):
+            assert other.get_or_compute(f"later/{number}", nodes.compute(number)) == number
+    assert nodes.computed == before

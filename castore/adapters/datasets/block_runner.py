@@ -290,11 +290,15 @@ class BlockRun:
         return made, len(rows)
 
     def _guess(self, block: SourceBlock, first: int, digits: str, maker: _Maker) -> str | None:
-        """The features that the first rows of the result have, in JSON; None if they do not show them."""
+        """The features that the first rows of the result have, in JSON; None if they do not show them, or
+        are of no use.
+        """
         multiple = self._step.rule.multiple
         if digits not in self._guesses and (multiple is None or multiple <= GUESS_ROWS):
-            rows = block.read().slice(0, multiple or GUESS_ROWS)
-            self._guesses[digits] = maker.features_of(rows, first, digits)
+            rows = block.read()
+            if len(rows) == len(self._step.dataset):  # there is no other block to go on with
+                return None
+            self._guesses[digits] = maker.features_of(rows.slice(0, multiple or GUESS_ROWS), first, digits)
         return self._guesses.get(digits)
 
     def _find_or_claim(

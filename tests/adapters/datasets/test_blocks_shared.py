@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from castore import SharedTurn, Store
 from castore.adapters.datasets import Pipeline, cached_filter, cached_map
+from castore.adapters.datasets.block_claims import BlockClaims
 from castore.errors import InvalidValueError
 from castore.remote.folder_bucket import FolderBucket
 from tests.helpers import in_processes
@@ -250,6 +252,39 @@ def test_a_node_goes_on_with_a_guess_of_the_features_while_another_makes_the_fir
     assert found == [length + 0.5 * (late and n >= 800) for n, length in enumerate(lengths)]
     if not late:
         assert sorted(seen(folder)) == sorted([*range(ROWS), *range(16)])
+
+
+def test_a_node_that_waits_for_the_only_block_runs_no_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, few = wait_in_first_block(folder), list(range(1000))
+    data = datasets.Dataset.from_dict({"n": few, "text": ["x"] * len(few)})
+    child = os.fork()
+    if not child:
+        os.environ["CASTORE_TEST_WAITS"] = "1"
+        with Store(folder / "node0", remote="team") as store:
+            cached_map(data, function, store=store)
+        os._exit(0)
+    until(lambda: (folder / "log").exists() and 900 in seen(folder))
+    waits, wait_for = threading.Event(), BlockClaims.wait_for
+
+    def noted(claims: BlockClaims, digits: str) -> Any:
+        waits.set()
+        return wait_for(claims, digits)
+
+    monkeypatch.setattr(BlockClaims, "wait_for", noted)
+
+    def run_other() -> list[float]:
+        with Store(folder / "node1", remote="team") as store:
+            return list(cached_map(data, function, store=store)["length"])
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(run_other)
+        assert waits.wait(60)
+        (folder / "go").touch()
+        assert other.result(300) == [1] * len(few)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(seen(folder)) == few
 
 
 def test_results_that_come_between_a_look_and_a_claim_are_taken_and_leave_no_claim(
