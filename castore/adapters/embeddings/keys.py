@@ -100,7 +100,7 @@ class Keys(torch.Tensor):
             if name in _MOVES:
                 result = _as_keys(func(*args, **kwargs), name)
                 if name in _MOVES_WHOLE and result.device.type != "cpu":
-                    source: Keys = args[0]
+                    source: Keys = args[0] if args else kwargs["input"]
                     on_device = source.device.type != "cpu"
                     # A copy: a loader may fill the same memory with its next batch.
                     result._in_memory = (

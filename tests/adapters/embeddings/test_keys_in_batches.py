@@ -77,6 +77,7 @@ def test_what_computes_with_keys_is_refused(compute: Callable[[Any], Any]) -> No
         lambda keys: keys.to("meta"),
         lambda keys: keys.to("meta").clone().detach().contiguous(),
         lambda keys: copy.deepcopy(keys.to("meta", non_blocking=True)),
+        lambda keys: torch.clone(input=keys.to(device="meta")),
     ],
 )
 def test_keys_on_a_device_are_known_in_memory_as_well(move: Callable[[Any], Any]) -> None:
