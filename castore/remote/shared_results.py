@@ -260,16 +260,21 @@ class SharedResults:
             )
         for done, some in enumerate(_chunks(names)):
             progress(done * _AT_ONCE, len(names))
-            fetcher, taken, left = "", None, 0
-            while fetcher != taken or left:
-                if fetcher != taken:  # the first time, or a fetcher that was killed has lost them
-                    fetcher, _ = self._fetcher.call(
-                        "offer_results", timeout=LOOKUP_SECONDS, remote=self.remote, names=some
-                    )
-                taken, (fetcher, left, failure) = fetcher, self._finish(time.monotonic() + LOOKUP_SECONDS)
-                if failure is not None:
-                    raise RemoteError(f"a result could not be offered to remote {self.remote!r}: {failure}")
+            while not self._offer_and_wait(some):
+                continue
         progress(len(names), len(names))
+
+    def _offer_and_wait(self, names: list[str]) -> bool:
+        """Offer results until they are in the remote; False if the fetcher was killed, and has lost them."""
+        by, _ = self._fetcher.call("offer_results", timeout=LOOKUP_SECONDS, remote=self.remote, names=names)
+        left = len(names)
+        while left:
+            fetcher, left, failure = self._finish(time.monotonic() + LOOKUP_SECONDS)
+            if failure is not None:
+                raise RemoteError(f"a result could not be offered to remote {self.remote!r}: {failure}")
+            if fetcher != by:
+                return False
+        return True
 
     def _ask(self, call: Callable[..., Any], do: str, **fields: Any) -> Any:
         """A request to the fetcher; None if there is no answer, or if none is to be expected."""

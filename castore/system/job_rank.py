@@ -84,7 +84,9 @@ def job_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 
 
 def required_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """`job_rank` for a user who has asked for the part of this rank: a job of one rank has to say so.
+    """The rank of this process and the number of ranks, where a user has asked for this rank's part.
+
+    Unlike `job_rank` it takes no silence for a job of one rank.
 
     Raises:
         InvalidValueError: no variables tell the rank, or they make no sense.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +137,19 @@ def test_ranks_begin_with_their_own_part_of_the_blocks_and_leave_none(
     assert after == []
     # After the first block, which decides the features, every second one comes before those in between.
     assert alone != sorted(alone)
+
+
+def test_steps_that_were_run_without_the_remote_are_offered_by_the_command(folder: Path) -> None:
+    function = logging(str(folder / "log"))
+    with Store(folder / "node0") as store:
+        cached_map(rows(), function, store=store)
+    assert len(seen(folder)) == ROWS
+    command = [sys.executable, "-m", "castore", "--store", str(folder / "node0"), "remote", "offer", "team"]
+    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, check=True).stdout)
+    assert told["offered"] > 1
+    with Store(folder / "node1", remote="team") as store:
+        assert cached_map(rows(), function, store=store)["length"] == rows().map(len_of)["length"]
+    assert len(seen(folder)) == ROWS
 
 
 def test_a_run_of_a_pipeline_begins_with_the_part_that_it_is_told(folder: Path) -> None:
