@@ -12,6 +12,7 @@ import time
 from contextlib import closing, suppress
 from pathlib import Path
 
+import xxhash
 from blake3 import blake3
 
 from castore.errors import CorruptError
@@ -76,6 +77,23 @@ def describe_loose(digest: bytes, codec: str, path: Path) -> tuple[Blob, bytes |
         return blob, checksums
     finally:
         os.close(fd)
+
+
+class Seal:
+    """A hash of a blob's stored bytes, which a process remembers once it has compared the digest.
+
+    Equal stored bytes decode to equal content, so a later read compares the stored bytes alone, which are
+    fewer and cost a tenth of the time a byte. The hash is XXH3-128 with a seed that only this process has:
+    nobody who writes to the disk can aim at it.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = -1  # no hash is negative
+
+
+_SEED = int.from_bytes(os.urandom(8), "little")
 
 
 class ObjectDirectory:
@@ -199,11 +217,12 @@ class ObjectDirectory:
         """Whether there is no object and no pack."""
         return not self.packs.ids() and next(self.loose.listing(), None) is None
 
-    def read_small(self, blob: Blob) -> bytes:
+    def read_small(self, blob: Blob, seal: Seal | None = None) -> bytes:
         """Return all bytes of a blob of one frame, without a reader.
 
         Args:
             blob: must be sound (`check_row`, which this does not repeat) and not lost.
+            seal: of this blob alone, from its earlier reads; made good by the first one.
 
         Raises:
             FileNotFoundError: its pack or file does not exist (any more).
@@ -217,8 +236,11 @@ class ObjectDirectory:
             else:
                 payload = self._loose_frame(blob)
             data = CODECS[codec].decompress(payload, size, self.dictionaries.decompressor)
-            if blake3(data).digest() != digest:
-                raise CorruptError("the bytes do not have the digest they are stored under")
+            if seal is None or seal.value != (value := xxhash.xxh3_128_intdigest(payload, _SEED)):
+                if blake3(data).digest() != digest:
+                    raise CorruptError("the bytes do not have the digest they are stored under")
+                if seal is not None:
+                    seal.value = value
         except (CorruptError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in AT_FAULT:
                 raise

@@ -30,7 +30,7 @@ from castore.index.database import Index
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
-from castore.objects.directory import ObjectDirectory, check_row
+from castore.objects.directory import ObjectDirectory, Seal, check_row
 from castore.read.origin import BlobAccess, Origin
 from castore.read.usage import Usage
 from castore.records import AWAY, LOST, Blob, Found
@@ -43,7 +43,7 @@ log = logging.getLogger("castore")
 
 #: Attempts of a reader to find bytes that were moved since it read their row.
 ATTEMPTS = 8
-#: Names remembered at most when there is no RAM tier: about 5 MB.
+#: Names remembered at most when there is no RAM tier: about 6 MB.
 MAX_REMEMBERED = 10_000
 #: Bytes of a `_Remembered` with its name, digest and dictionary entry, measured with tracemalloc.
 _REMEMBERED_BYTES = 400
@@ -52,9 +52,9 @@ _EMPTY_SLOT: Slot[bytes] = Slot(b"", 0)
 _EMPTY_SLOT.value = None
 
 #: The index's answer for a name: slot of the bytes in RAM (perhaps emptied since), the beacon's ``changed``
-#: at that time, expiry in seconds since the epoch, the blob if RAM has no slot for it, and the serializer. A
-#: plain tuple, because it unpacks fastest.
-_Remembered = tuple[Slot[bytes], int, float, Blob | None, str]
+#: at that time, expiry in seconds since the epoch, the blob and its seal if RAM has no slot for it, and the
+#: serializer. A plain tuple, because it unpacks fastest.
+_Remembered = tuple[Slot[bytes], int, float, Blob | None, Seal | None, str]
 
 
 class Fault(Enum):
@@ -123,7 +123,7 @@ class BlobSource:
         """The bytes of a name, or None for a miss."""
         remembered = self._remembered.get(name)
         if remembered is not None:
-            slot, changed, until, _, _ = remembered
+            slot, changed, until, _, _, _ = remembered
             data = slot.value
             now = time.time()
             # `_recall` for bytes in RAM, inlined: the call would add half of the time that this takes.
@@ -145,11 +145,11 @@ class BlobSource:
         """The bytes of a name with the serializer that they were put with, or None for a miss."""
         remembered = self._remembered.get(name)
         data = None if remembered is None else self._recall(name, remembered)
-        return self._look_up(name) if remembered is None or data is None else Read(data, remembered[4])
+        return self._look_up(name) if remembered is None or data is None else Read(data, remembered[5])
 
     def _recall(self, name: str, remembered: _Remembered) -> bytes | None:
         """The bytes of a name if ``remembered`` is valid and leads to them. If None, query the index."""
-        slot, changed, until, blob, _ = remembered
+        slot, changed, until, blob, seal, _ = remembered
         now = time.time()
         if now >= until or self._words[CHANGED] != changed:
             return None
@@ -160,7 +160,7 @@ class BlobSource:
             usage.counts["memory_hits"] += 1
         elif blob is not None:
             try:
-                data = self._objects.read_small(blob)
+                data = self._objects.read_small(blob, seal)
             except (FileNotFoundError, CorruptError):
                 return None  # moved or damaged: `_look_up` finds out
             usage.counts["disk_hits"] += 1
@@ -222,7 +222,8 @@ class BlobSource:
     ) -> None:
         if len(self._remembered) > (len(self.memory) + 256 if self.memory.max_bytes else MAX_REMEMBERED):
             self._remembered.clear()
-        self._remembered[name] = slot, changed, _NEVER if expires is None else expires, row, serializer
+        until = _NEVER if expires is None else expires
+        self._remembered[name] = slot, changed, until, row, None if row is None else Seal(), serializer
 
     def count_use(self, name: str) -> None:
         """Count a read that bypassed `get`: gc removes the least recently used entries first."""
