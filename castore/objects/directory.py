@@ -79,6 +79,14 @@ def describe_loose(digest: bytes, codec: str, path: Path) -> tuple[Blob, bytes |
         os.close(fd)
 
 
+def _frame_length(blob: Blob, stored: bytes) -> int:
+    """Stored bytes of the one frame of a loose object, in front of its seek table."""
+    table = read_table(
+        blob.codec, blob.size, blob.stored, lambda start, length: stored[start : start + length]
+    )
+    return table.offsets[1]
+
+
 class Seal:
     """A hash of a blob's stored bytes, which a process remembers once it has compared the digest.
 
@@ -87,12 +95,14 @@ class Seal:
     nobody who writes to the disk can aim at it.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("length", "value")
 
     def __init__(self) -> None:
-        self.value = -1  # no hash is negative
+        self.value = _UNSEALED
+        self.length = 0  # of the frame; behind it a loose object has a seek table
 
 
+_UNSEALED = -1  # no hash is negative
 _SEED = int.from_bytes(os.urandom(8), "little")
 
 
@@ -232,15 +242,21 @@ class ObjectDirectory:
         try:
             if number > 0:
                 pack = self.packs.open(number)  # this reference keeps the pack open until the bytes are read
-                payload = os.pread(pack.fd, stored, offset)
+                raw = os.pread(pack.fd, stored, offset)
             else:
-                payload = self._loose_frame(blob)
-            data = CODECS[codec].decompress(payload, size, self.dictionaries.decompressor)
-            if seal is None or seal.value != (value := xxhash.xxh3_128_intdigest(payload, _SEED)):
+                raw = self._read_loose(blob)
+            value = _UNSEALED if seal is None else xxhash.xxh3_128_intdigest(raw, _SEED)
+            is_known = seal is not None and seal.value == value
+            if number > 0 or codec == "none":
+                frame = raw
+            else:
+                frame = raw[: seal.length if seal is not None and is_known else _frame_length(blob, raw)]
+            data = CODECS[codec].decompress(frame, size, self.dictionaries.decompressor)
+            if not is_known:
                 if blake3(data).digest() != digest:
                     raise CorruptError("the bytes do not have the digest they are stored under")
                 if seal is not None:
-                    seal.value = value
+                    seal.value, seal.length = value, len(frame)
         except (CorruptError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in AT_FAULT:
                 raise
@@ -249,8 +265,8 @@ class ObjectDirectory:
             raise CorruptError(message, digest=blob.digest.hex(), where=where) from error
         return data
 
-    def _loose_frame(self, blob: Blob) -> bytes:
-        """The single frame of a loose object, as stored."""
+    def _read_loose(self, blob: Blob) -> bytes:
+        """The stored bytes of a loose object of a single frame."""
         if blob.stored > 2 * FRAME_SIZE:
             raise CorruptError(f"the index has {blob.stored} bytes for a blob of one frame")
         fd = open_no_follow(self.loose.path(blob.digest, blob.codec))
@@ -260,12 +276,7 @@ class ObjectDirectory:
             os.close(fd)
         if len(stored) != blob.stored:
             raise CorruptError(f"the object ends {blob.stored - len(stored)} bytes early")
-        if blob.codec == "none":
-            return stored
-        table = read_table(
-            blob.codec, blob.size, blob.stored, lambda start, length: stored[start : start + length]
-        )
-        return stored[: table.offsets[1]]
+        return stored
 
     def start_pack(self, pack: int) -> PackWriter:
         """Create a pack to append to. The caller has registered its id and holds the write lock."""
