@@ -68,7 +68,7 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
   bench-peers)  # the second environment of `bench`
     venv=.venv-bench-peers$suffix
     wanted=""
-    requirements=('numpy<2' stocaching litdata mosaicml-streaming ratarmount) ;;
+    requirements=('numpy<2' stocaching litdata mosaicml-streaming ratarmount grain spdl) ;;
   strangers)
     venv=.venv-strangers$suffix
     wanted="fusermount3=fuse3 gcc=gcc gcc=libc6-dev rsync=rsync"

@@ -10,12 +10,13 @@ imports its own libraries only, and all contestants run in such processes.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class Files(Computed):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         with open(self.paths[index], "rb", buffering=0) as file:
-            return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).view(SHAPE)
+            return _as_sample(file.read())
 
 
 def _castore(source: Source, samples: int, _: Path) -> PerSample:
@@ -183,6 +184,63 @@ def _compute(source: Source, index: int) -> torch.Tensor:
     return source(index)
 
 
+class Epochs:
+    """A loader of another library's: `start` begins an epoch, given its number."""
+
+    def __init__(self, start: Callable[[int], Iterable[torch.Tensor]]) -> None:
+        self._start = start
+        self._numbers = itertools.count()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._start(next(self._numbers)))
+
+
+def _grain(source: Source, samples: int, folder: Path, workers: int) -> Epochs:
+    """An ArrayRecord file with a record a group, as Grain's documentation advises for random access."""
+    import grain  # type: ignore[import-not-found]
+    from array_record.python import array_record_module  # type: ignore[import-not-found]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = str(folder / "samples.array_record")
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    for index in range(samples):
+        writer.write(source(index).numpy().tobytes())
+    writer.close()
+    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path)).seed(_SEED)
+    epoch = records.shuffle().map(_as_sample).batch(BATCH, batch_fn=torch.stack)
+    # One iterator over all epochs: with one for each, the workers would be started anew.
+    batches = epoch.repeat().to_iter_dataset()
+    if workers:
+        batches = batches.mp_prefetch(grain.multiprocessing.MultiprocessingOptions(num_workers=workers))
+    endless = iter(batches)
+    return Epochs(lambda number: itertools.islice(endless, len(epoch)))
+
+
+def _as_sample(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(SHAPE)
+
+
+def _spdl(source: Source, samples: int, folder: Path, workers: int) -> Epochs:
+    """Plain files, read by SPDL's threads; one if there are no workers."""
+    from spdl.dataloader import DataLoader as Threads  # type: ignore[import-not-found]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = Files(source, samples, folder)
+
+    def start(epoch: int) -> Iterable[torch.Tensor]:
+        order = torch.randperm(samples, generator=torch.Generator().manual_seed(_SEED + epoch)).tolist()
+        found: Iterable[torch.Tensor] = Threads(
+            order,
+            preprocessor=files.__getitem__,
+            batch_size=BATCH,
+            aggregator=torch.stack,
+            num_threads=max(1, workers),
+        )
+        return found
+
+    return Epochs(start)
+
+
 def _gib(samples: int) -> int:
     # stocaching takes whole GiB only; both caches use memory only for the samples they hold.
     return 1 + samples * _NUMEL // 2**30
@@ -199,6 +257,8 @@ CONTESTANTS: dict[str, Callable[[Source, int, Path], Any]] = {
     "stocaching": _stocaching,
     "tensors": _tensors,
 }
+#: Loaders of their own, with so many workers.
+LOADERS: dict[str, Callable[[Source, int, Path, int], Epochs]] = {"grain": _grain, "spdl": _spdl}
 
 
 def main() -> None:
@@ -208,7 +268,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     source = Source(samples)
-    loader = _loader(CONTESTANTS[contestant](source, samples, folder), workers)
+    if contestant in LOADERS:
+        loader: Any = LOADERS[contestant](source, samples, folder, workers)
+    else:
+        loader = _loader(CONTESTANTS[contestant](source, samples, folder), workers)
     expected = sum(_checksum(source(index)) for index in range(samples))
     _read(loader, 1)
     source.sealed.set()

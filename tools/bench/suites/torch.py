@@ -41,7 +41,10 @@ ABOUT = (
     "transform in place changes; castore hands out copies. stocaching runs with NumPy 1, which it needs. "
     "Samples on disk are in the page cache; litdata reads them from the 64 MB chunks of its `optimize`, "
     "which nobody checks, with its own `StreamingDataLoader`, and shuffles the chunks and the samples of "
-    "each, where castore and the plain files take any sample after any other. `BiLevelCachedDataset` is read "
+    "each, where castore and the plain files take any sample after any other. Google Grain reads an "
+    "ArrayRecord file with one record a group, in processes of its own if there are workers, and SPDL the "
+    "plain files, in so many threads (in one for 0 workers); both shuffle all samples. (FFCV cannot be "
+    "installed without compiling it against OpenCV and TurboJPEG.) `BiLevelCachedDataset` is read "
     "in the process itself, with one thread, a sample being 12 KB of random bytes as an image and its label; "
     "what comes from its disk level is checked, the plain files are not. The JPEG photographs are 500 x 375; "
     "when one is read, Pillow decodes it and makes it 224 x 224."
@@ -50,6 +53,7 @@ _ONE, _MANY = "castore SharedCache, get_slot", "castore SharedCache, get_slots"
 _WHOLE = "castore SharedCache, get_batch"
 _STOCACHING, _TENSORS = "stocaching, get_slot", "TensorDataset"
 _LITDATA = "litdata StreamingDataset"
+_GRAIN, _SPDL = "Google Grain, ArrayRecord", "SPDL over the plain files"
 _LEVELS, _BATCHES = "castore BiLevelCachedDataset", "castore BiLevelCachedDataset, 64 at a time"
 _FILES = "plain files: open, read, close"
 _PLAIN = "the dataset itself"
@@ -109,6 +113,8 @@ def _from_disk(work: Path, samples: int, workers: int, stack: ExitStack) -> Row:
         per_second(samples, "samples/s"),
         [
             Contestant(_LITDATA, reader("litdata", PEERS)),
+            Contestant(_GRAIN, reader("grain", PEERS)),
+            Contestant(_SPDL, reader("spdl", PEERS)),
             Contestant(_FILES, reader("files")),
             Contestant("castore BiLevelCachedDataset, disk level", reader("castore-levels"), ours=True),
             Contestant("castore CachedDataset", reader("castore-cached"), ours=True),
