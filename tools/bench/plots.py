@@ -212,6 +212,30 @@ def against_change(path: Path, parts: Sequence[float], times: Mapping[str, Seque
     _save(figure, path)
 
 
+def two_epochs(path: Path, unit: str, rates: Mapping[str, tuple[float, float]], ours: str) -> None:
+    """Draw the rates of a first and a second epoch as horizontal bars, two for each contestant.
+
+    Args:
+        path: of the PNG.
+        unit: of the rates.
+        rates: by contestant, of both epochs.
+        ours: how the names of castore's contestants begin.
+    """
+    figure, (panel,) = _subplots(1, 1, (6.4, 0.9 + 0.5 * len(rates)))
+    for place, (name, (first, second)) in enumerate(rates.items()):
+        colour = _RED if name.startswith(ours) else _GREY
+        for at, rate, strength in ((place - 0.2, first, 0.55), (place + 0.2, second, 1.0)):
+            panel.barh(at, rate, height=0.38, color=colour, alpha=strength)
+            panel.annotate(
+                report.figure(rate), (rate, at), (3, 0), textcoords="offset points", va="center", fontsize=7
+            )
+    panel.set_yticks(range(len(rates)), list(rates), fontsize=8)
+    panel.set_ylim(len(rates) - 0.4, -0.6)
+    panel.margins(x=0.12)
+    panel.set_xlabel(f"{unit}: first epoch (pale), second epoch (full)", fontsize=8)
+    _save(figure, path)
+
+
 def _subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure  # type: ignore[import-not-found]
 

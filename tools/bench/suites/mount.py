@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,8 +19,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import castore
-from tools.bench import corpus
-from tools.bench.harness import Bench, Contestant, Goal, Row, Unit, gigabytes_per_second, per_second
+from tools.bench import corpus, plots, report
+from tools.bench.harness import (
+    Bench,
+    Contestant,
+    Goal,
+    Result,
+    Row,
+    Study,
+    Unit,
+    gigabytes_per_second,
+    per_second,
+)
 from tools.bench.peers import Mount, erofs, no_kernel_mount, no_ratarmount, squashfs, tar
 from tools.bench.reads import READERS, random_places, read_at_random, read_through
 
@@ -45,6 +56,7 @@ EROFS = "kernel's EROFS, lz4hc"
 #: Pieces into which the large file is cut, as tars of samples are for training.
 SHARDS = 4
 TAR, TAR_ZST = "ratarmount, tar", "ratarmount, tar.zst"
+_EPOCHS = ("first", "second")
 
 
 class Place(NamedTuple):
@@ -94,6 +106,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         yield _row(f"warm, {whole}", large, read_large, places, chosen, [pinned])
         goals = [Goal("castore", 1.3, FUSED)]
         yield _row(f"cold, {label}", small, read_small, places, [*chosen, KERNEL, TAR], goals, cold=True)
+        yield _two_epochs(f"two epochs of {label}", small, read_small, places, bench.pictures / "epochs.png")
         chosen = [FUSED, KERNEL, "castore", "castore, lz4", "squashfuse_ll, lz4", "plain files"]
         whole_row = [*chosen, TAR_ZST]
         goals = [Goal("castore", 1.5, FUSED), Goal("castore", 1.5, KERNEL), Goal("castore, lz4", 2, FUSED)]
@@ -242,6 +255,59 @@ def _row(
         else:
             contestants.append(_contestant(contestant, read, place, anew=cold or packed, packed=packed))
     return Row(name, unit, contestants, reference=chosen[0], cold=cold or packed, goals=goals or [])
+
+
+def _two_epochs(name: str, unit: Unit, read: Callable[[Path], None], places: Places, picture: Path) -> Row:
+    """The first epoch, with nothing in memory, and the second one right behind it."""
+    chosen = ["plain files", "castore", "castore, lz4", EROFS, KERNEL, FUSED, TAR]
+
+    def second(root: Path) -> float:
+        read(root)
+        start = time.perf_counter()
+        read(root)
+        return time.perf_counter() - start
+
+    contestants: list[Contestant] = []
+    for contestant in chosen:
+        place = places[contestant]
+        for epoch, work in zip(_EPOCHS, (read, second), strict=True):
+            label = f"{contestant}, {epoch} epoch"
+            if isinstance(place, str):
+                contestants.append(Contestant(label, lambda: None, skipped=place))
+            else:
+                contestants.append(
+                    Contestant(
+                        label, partial(work, place.root), place.again, ours=label.startswith("castore")
+                    )
+                )
+    return Row(
+        name,
+        unit,
+        contestants,
+        reference=f"plain files, {_EPOCHS[0]} epoch",
+        cold=True,
+        conclude=partial(_draw_epochs, picture, chosen),
+    )
+
+
+def _draw_epochs(picture: Path, chosen: list[str], result: Result) -> Study:
+    medians = {timing.name: timing.median for timing in result.timings if not timing.skipped}
+    rates: dict[str, tuple[float, float]] = {}
+    for name in chosen:
+        first, second = (medians.get(f"{name}, {epoch} epoch") for epoch in _EPOCHS)
+        if first is not None and second is not None:
+            rates[name] = first, second
+    plots.two_epochs(picture, result.unit, rates, "castore")
+    return Study(
+        "The first epoch and the second",
+        ["", *(f"{epoch}, {result.unit}" for epoch in _EPOCHS), "second for first"],
+        [
+            [name, report.figure(first), report.figure(second), f"{second / first:.1f}"]
+            for name, (first, second) in rates.items()
+        ],
+        note="The second epoch reads what the first one has left in the kernel's caches.",
+        picture=picture.name,
+    )
 
 
 def _contestant(
