@@ -50,10 +50,10 @@ def test_dropped_events_lead_to_a_look_at_everything(store: Store, folder: Path,
     watching = watch("--mirror")
     watching.process.send_signal(signal.SIGSTOP)
     path, other = folder / "noise", folder / "noise2"
-    for _ in range(limit // 2 + 1000):
-        path.touch()
-        path.rename(other)
-        other.unlink()
+    for _ in range(limit // 4 + 1000):  # five events each: made, closed, moved from and to, and gone
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
+        os.rename(path, other)
+        os.unlink(other)
     (folder / "late").write_text("late")
     watching.process.send_signal(signal.SIGCONT)
     watching.until("rescan")
