@@ -102,6 +102,7 @@ def test_another_version_of_the_data_starts_anew_and_both_are_kept(store: Store)
 
 def test_a_transform_that_was_edited_misses(store: Store, tmp_path: Path, warm_torch: WarmPython) -> None:
     program = """
+import sys
 sys.dont_write_bytecode = True
 from castore.adapters.torch.cached import CachedDataset
 from mytransforms import change

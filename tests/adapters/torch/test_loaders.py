@@ -72,11 +72,14 @@ def make(request: pytest.FixtureRequest, drawn: Drawn, tmp_path: Path, no_leftov
 def _ways() -> Iterator[Any]:
     """Each way of running workers for each dataset. A spawned worker imports torch for seconds, and gets its
     dataset pickled as one of a fork server does: here one dataset is spawned, and the others in `make
-    torture`.
+    torture`. Workers of SharedCache's are in test_shared_processes.py.
     """
     for cell in CELL_PARAMS:
         for name in DATASETS:
-            left_out = cell.values[0].start == "spawn" and name != "CachedDataset"
+            start = cell.values[0].start
+            left_out = (start == "spawn" and name != "CachedDataset") or (
+                start == "forkserver" and name == "SharedCache"
+            )
             marks = [*cell.marks, *[pytest.mark.matrix] * left_out]
             yield pytest.param(*cell.values, name, id=f"{cell.id}-{name}", marks=marks)
 
