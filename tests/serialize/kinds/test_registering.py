@@ -269,8 +269,9 @@ if __name__ == "__main__":
 def test_classes_of_the_main_module_are_found_by_workers_and_later_runs(
     tmp_path: Path, starts: tuple[str, str], warm_torch: WarmPython
 ) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    first, second = (warm_torch.output(["program.py", tmp_path, start], cwd=tmp_path) for start in starts)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    first, second = (warm_torch.output([program, tmp_path, start], cwd=tmp_path) for start in starts)
     assert first == second
 
 
