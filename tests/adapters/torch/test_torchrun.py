@@ -26,8 +26,6 @@ ROOT = HERE.parents[2]
 _FORKED = ("--run-path", "--start-method=fork")
 #: The program of the command `torchrun`.
 _TORCHRUN = ["-m", "torch.distributed.run"]
-#: The same with the module that an optimiser imports for a second: ranks that it forks have it, too.
-_TRAINING = ["-c", "import sys, torch._dynamo, torch.distributed.run as run; run.main(sys.argv[1:])"]
 
 
 def torchrun(
@@ -37,7 +35,6 @@ def torchrun(
     nproc: int = 2,
     launch: tuple[str, ...] = ("--standalone",),
     ranks: tuple[str, ...] = _FORKED,
-    program: list[str] = _TORCHRUN,
     **variables: str,
 ) -> Started:
     """Starts it in a folder."""
@@ -45,7 +42,7 @@ def torchrun(
     # One thread a process: two cores are shared by all ranks and workers.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     return warm_torch.start(
-        [*program, *words], cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, text=True
+        [*_TORCHRUN, *words], cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, text=True
     )
 
 
@@ -217,8 +214,7 @@ def test_the_example_for_several_ranks_stops_and_goes_on(tmp_path: Path, warm_to
     example = (str(ROOT / "docs/examples/ddp.py"), "--cache", "cache", "--checkpoint", "run.pt")
     outputs = []
     for ranks, epochs in ((2, 2), (1, 3)):
-        words = (*example, f"--epochs={epochs}")
-        process = torchrun(warm_torch, tmp_path, *words, nproc=ranks, program=_TRAINING)
+        process = torchrun(warm_torch, tmp_path, *example, f"--epochs={epochs}", nproc=ranks)
         out, messages = process.communicate(timeout=300)
         assert process.returncode == 0, messages
         outputs.append(out)
