@@ -80,6 +80,7 @@ def make_job(data: Path) -> Iterator[Callable[[Path], Job]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             patch.setenv(name, "1")
+        patch.setenv("HF_HOME", str(data.with_name("home")))
         warm = WarmPython(["datasets"])
     yield lambda home: Job(home, data, warm)
     warm.close()
