@@ -299,7 +299,7 @@ def test_large_numbers_and_texts_with_digits_are_no_addresses(adapter: str) -> N
 
 _PIDS = int(Path("/proc/sys/kernel/pid_max").read_text())
 _ELSEWHERE = """
-import gc, json, os, sys, tempfile, time, uuid, random, warnings, datasets, torch.utils.data
+import gc, json, os, sys, tempfile, threading, time, uuid, random, warnings, datasets, torch.utils.data
 datasets.disable_progress_bars()
 gc.freeze()
 def tell(what):
@@ -350,7 +350,13 @@ else:
     tell([fingerprinted.all_fingerprints(), keys_of_pairs()])
 # A run is a process of its own too.
 for run in range(3):
-    # Low process ids raise no doubt: in a container they are the same in every run.
+    # Low process ids raise no doubt: in a container they are the same in every run. Threads use ids up as
+    # processes do, a thousand of which would take seconds to fork.
+    used = [0]
+    while not 1000 < used[-1] < int(sys.argv[3]) - 1100:
+        thread = threading.Thread(target=lambda: used.append(threading.get_native_id()))
+        thread.start()
+        thread.join()
     while not 1000 < (pid := os.fork()) < int(sys.argv[3]) - 1000:
         if not pid:
             break
