@@ -78,6 +78,15 @@ class Jitted:
         return self.x
 
 
+def vectorizer() -> Any:
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    made: Any = CountVectorizer()
+    made.fit(["a bb ccc"])
+    made.transform(["bb"])
+    return made
+
+
 def used(function: Any, *args: Any) -> Any:
     function(*args)
     return function
@@ -109,6 +118,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "numpy.vectorize, used": lambda: used(np.vectorize(plain, otypes=[float]), [1]),
     # By chance one of them may be compiled alike in two processes.
     "regex": lambda: [regex.compile(rf"\p{{L}}+|\s|{number}").sub for number in range(8)],
+    "a used vectorizer of scikit-learn": vectorizer,
     "random.random": lambda: random.random,
     "random.choice": lambda: random.choice,
     "numpy.random.rand": lambda: np.random.rand,

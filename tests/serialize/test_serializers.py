@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from castore.errors import CorruptError, InvalidValueError, SerializationError
 from castore.serialize.serializers import SERIALIZERS, dump, load
+from tests.warm import WarmPython
 
 
 def round_trip(obj: object) -> Any:
@@ -362,7 +363,7 @@ def test_arrays_are_saved_and_loaded_without_the_safetensors_package() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_an_image_without_pillow_is_an_error_that_names_it() -> None:
+def test_an_image_without_pillow_is_an_error_that_names_it(warm_torch: WarmPython) -> None:
     pytest.importorskip("torch")
     from PIL import Image
 
@@ -377,4 +378,4 @@ def test_an_image_without_pillow_is_an_error_that_names_it() -> None:
         "    except SerializationError as error: assert 'pip install pillow' in str(error)\n"
         "    else: sys.exit('no error')"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    assert warm_torch.output(["-c", f"import sys; assert 'PIL' not in sys.modules\n{script}"]) == ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from castore.errors import CorruptError, SerializationError
 from castore.serialize.serializers import dump, load
 from tests.serialize.test_serializers import LIMITED, round_trip, safe, same
+from tests.warm import WarmPython
 
 VALUES: list[tuple[str, Any]] = [
     ("msgpack", {"x": torch.arange(3), "y": 3}), ("msgpack", (np.arange(3), [torch.zeros(2)])),
@@ -76,19 +75,13 @@ def test_a_tensor_that_would_not_come_back_is_refused_with_its_path(value: Any, 
         dump(value)
 
 
-def test_hostile_bytes_of_tensors_give_a_clear_error_in_bounded_memory() -> None:
+def test_hostile_bytes_of_tensors_give_a_clear_error_in_bounded_memory(warm_torch: WarmPython) -> None:
     told = (
         '{"__metadata__":{"castore":"{\\"kind\\":\\"torch\\",\\"bare\\":true,\\"order\\":[],\\"grad\\":[]}"}}'
     )
     hostile = [("safetensors", safe(told)), ("safetensors", dump(torch.zeros(9))[1][:-1])]
     script = "import torch, safetensors.torch\n" + LIMITED
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        input=pickle.dumps(hostile),
-        capture_output=True,
-        check=False,
-        timeout=300,
-    )
+    done = warm_torch.run(["-c", script], sent=pickle.dumps(hostile))
     assert (done.returncode, done.stdout.decode(), done.stderr.decode()) == (0, "", "")
 
 

@@ -99,15 +99,18 @@ def castore(store: Path, *words: str | Path) -> list[str]:
 
 
 def run(store: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end: a watcher in a process of its own, others in this one."""
+    """Run a command to its end, in this process. A watcher that runs on needs one of its own."""
     command = castore(store, *words)
-    if words[0] != "watch":
-        streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
         with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
             code = main(command[3:])
-        out, err = (stream.buffer.getvalue().decode() for stream in streams)
-        return subprocess.CompletedProcess(command, code, out, err)
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    finally:
+        for number, handler in handlers.items():  # a watcher that refuses has set its own
+            signal.signal(number, handler)
+    out, err = (stream.buffer.getvalue().decode() for stream in streams)
+    return subprocess.CompletedProcess(command, code, out, err)
 
 
 @pytest.fixture

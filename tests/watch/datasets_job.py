@@ -2,8 +2,7 @@
 
 Each call of the mapped and of the filtering function appends a byte to a file of its own, so that a test can
 count the computed samples. With ``--wait`` the job prints, waits for a line, and prints the digest again from
-its open dataset. With ``--each-line`` a process that has only imported the library forks one that does the
-job for each line that it reads, and prints the exit code of that.
+its open dataset.
 """
 
 from __future__ import annotations
@@ -50,14 +49,5 @@ def main() -> None:
         print(len(loaded), len(kept), digest(mapped), digest(kept), flush=True)
 
 
-def main_for_each_line() -> None:
-    for _ in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            main()
-            os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
 if __name__ == "__main__":
-    main_for_each_line() if "--each-line" in sys.argv else main()
+    main()

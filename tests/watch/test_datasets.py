@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from castore import Store
 from castore.watch.folder import is_temporary
+from tests.warm import Started, WarmPython
 from tests.watch.conftest import ENVIRONMENT, Watch, real_bytes
 
 pytest.importorskip("datasets")
@@ -29,48 +29,36 @@ class Job:
     Its marks lie beside the home, not in it. They are written in place, again and again. A job that pauses
     for longer than files take to settle would find a link to the read-only mount in the place of its mark.
 
-    Each run is a process of its own. One that has imported the library forks them: an import takes longer
-    than the job.
+    Each run is a process of its own. One that has imported the library, and nothing of castore, forks them:
+    an import takes longer than the job.
     """
 
-    def __init__(self, home: Path, data: Path) -> None:
+    def __init__(self, home: Path, data: Path, warm: WarmPython) -> None:
         self.marks = home.with_name(f"{home.name}-marks")
         self.marks.mkdir(parents=True)
         self.home = home
         self.data = data
-        self._server: subprocess.Popen[str] | None = None
+        self._warm = warm
         self.environment = ENVIRONMENT | {
-            "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "MARKS": str(self.marks),
+            "HF_DATASETS_CACHE": str(home / "datasets"), "MARKS": str(self.marks),
         }  # fmt: skip
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, JOB, self.data, *words],
+    def start(self, *words: str | Path) -> Started:
+        """Start the job, or another program with its environment."""
+        return self._warm.start(
+            [*(words or [JOB, self.data])],
             env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True,
         )  # fmt: skip
 
-    def run(self) -> str:
-        if self._server is None:
-            self._server = self.start("--each-line")
-        server = self._server
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write("run\n")
-        server.stdin.flush()
-        out = server.stdout.readline()
-        if not out or " " not in out:  # the exit code of a job that printed nothing, or none
-            server.kill()
-            _, err = server.communicate(timeout=300)
+    def run(self, *words: str | Path) -> str:
+        """The output of the job, or of another program."""
+        process = self.start(*words)
+        out, err = process.communicate(timeout=300)
+        if process.returncode:
             dangling = [str(path) for path in self.home.rglob("*") if path.is_symlink() and not path.exists()]
-            raise AssertionError(f"exit code {out}\n{err}\nlinks to nothing: {dangling}")
-        assert server.stdout.readline() == "0\n"
-        return out
-
-    def end(self) -> None:
-        """End the process that forks."""
-        if self._server is not None:
-            self._server.communicate(timeout=300)
+            raise AssertionError(f"exit code {process.returncode}\n{err}\nlinks to nothing: {dangling}")
+        return str(out)
 
     def calls(self) -> dict[str, int]:
         return {path.name: path.stat().st_size for path in self.marks.iterdir()}
@@ -86,18 +74,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_job(data: Path) -> Iterator[Callable[[Path], Job]]:
     """Makes a job with a home."""
-    made: list[Job] = []
-
-    def make(home: Path) -> Job:
-        made.append(Job(home, data))
-        return made[-1]
-
-    yield make
-    for job in made:
-        job.end()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            patch.setenv(name, "1")
+        patch.setenv("HF_HOME", str(data.with_name("home")))
+        warm = WarmPython(["datasets"])
+    yield lambda home: Job(home, data, warm)
+    warm.close()
 
 
 def arrows(folder: Path) -> list[Path]:
@@ -150,10 +136,9 @@ def test_reruns_hit_and_are_equal_while_the_cache_shrinks_in_place(
 
 
 def test_a_job_that_has_its_cache_mapped_reads_on_while_it_is_replaced(
-    store: Store, tmp_path: Path, mountpoint: Path, folder: Path, watch: Watch, data: Path
+    store: Store, mountpoint: Path, folder: Path, watch: Watch, data: Path, make_job: Callable[[Path], Job]
 ) -> None:
-    job = Job(folder, data)
-    process = job.start("--wait")
+    process = make_job(folder).start(JOB, data, "--wait")
     assert process.stdout is not None
     before = process.stdout.readline()
     watching = watch("--replace", settle="0")
@@ -177,11 +162,8 @@ def test_a_changed_function_is_computed_into_the_replaced_cache(
         "d = datasets.load_dataset('text', data_files=sys.argv[1], split='train')\n"
         "print(d.map(lambda row: {'first': row['text'][:1]})[7]['first'], d.cleanup_cache_files())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", script, data], env=job.environment, capture_output=True, text=True, timeout=300
-    )
     lines = data.read_text().split("\n")
-    assert ran.stdout.split("\n")[0] == f"{lines[7][:1]} 3", ran.stderr
+    assert job.run("-c", script, data) == f"{lines[7][:1]} 3\n"
     deadline = time.monotonic() + 60
     while len([entry for entry in store.entries("in") if entry.name.endswith(".arrow")]) != 1:
         assert time.monotonic() < deadline

@@ -180,7 +180,7 @@ def _answer(cache: EmbeddingCache, rows: torch.Tensor, answers: Any) -> None:
     answers.put((cache.take(rows).tolist(), cache.get([3]).tolist(), len(cache)))
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.matrix), "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.matrix)])
 def test_children_read_by_the_rows_of_their_parent(store: Store, method: str) -> None:
     cache = EmbeddingCache("demo", store)
     cache.fill(range(300), range(300), Encoder(16))

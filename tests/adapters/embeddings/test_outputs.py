@@ -73,11 +73,12 @@ def test_every_kind_of_cache_gives_the_same(store: Store, kind: Any) -> None:
     assert torch.allclose(torch.cat([model(x) for x, _ in kept]), Model()(features()), atol=1e-6)
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_of_every_kind_join_batches(store: Store, start: str) -> None:
+# A spawned worker imports torch for a second, so one has to do.
+@pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
+def test_workers_of_every_kind_join_batches(store: Store, start: str, workers: int) -> None:
     model = Model()
     options = {
-        "num_workers": 2,
+        "num_workers": workers,
         "multiprocessing_context": multiprocessing.get_context(start),
         "persistent_workers": True,
     }

@@ -69,19 +69,19 @@ def refuse(items: list[Any]) -> Any:
 # --- a cache by itself ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", OUTPUTS)
-def test_a_cold_node_has_outputs_of_every_kind_and_encodes_none(folder: Path, kind: str) -> None:
-    encode = OUTPUTS[kind]
+def test_a_cold_node_has_outputs_of_every_kind_and_encodes_none(folder: Path) -> None:
     with Store(folder / "node0", remote="team") as store:
-        assert EmbeddingCache("items", store).fill(range(ITEMS), range(ITEMS), encode) == ITEMS
+        for kind, encode in OUTPUTS.items():
+            assert EmbeddingCache(kind, store).fill(range(ITEMS), range(ITEMS), encode) == ITEMS
     assert travelling(store) == []
     with Store(folder / "node1", remote="team") as store:
-        cache = EmbeddingCache("items", store)
-        assert cache.fill(range(ITEMS), range(ITEMS), refuse) == 0
-        assert len(cache) == ITEMS
-        for start in range(0, ITEMS, 50):
-            asked = list(range(start, start + 50))
-            assert same(cache.get(asked), encode(asked))
+        for kind, encode in OUTPUTS.items():
+            cache = EmbeddingCache(kind, store)
+            assert cache.fill(range(ITEMS), range(ITEMS), refuse) == 0, kind
+            assert len(cache) == ITEMS
+            for start in range(0, ITEMS, 50):
+                asked = list(range(start, start + 50))
+                assert same(cache.get(asked), encode(asked)), kind
         assert travelling(store) == []
 
 
@@ -158,24 +158,24 @@ def leave_out_rows(packed: dict[str, Any]) -> dict[str, Any]:
     return packed | {"keys": packed["keys"][1:], "leaves": [[values[1:], lengths]]}
 
 
-@pytest.mark.parametrize(
-    "spoil", [spoil_keys, spoil_rows, spoil_shape, spoil_schema, spoil_types, leave_out_rows]
-)
+_SPOIL = (spoil_keys, spoil_rows, spoil_shape, spoil_schema, spoil_types, leave_out_rows)
+
+
 def test_a_block_that_is_none_is_encoded_again_and_replaced(
-    folder: Path, spoil: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack, encode = shared_blocks._pack, OUTPUTS["tensor"]
     with monkeypatch.context() as patch, Store(folder / "node0", remote="team") as store:
-        patch.setattr(shared_blocks, "_pack", lambda rows: spoil(pack(rows)))
-        EmbeddingCache("items", store).fill(range(10), range(10), encode)
-    with Store(folder / "node1", remote="team") as store:
-        cache = EmbeddingCache("items", store)
-        assert cache.fill(range(10), range(10), encode) > 0
-        assert same(cache.get(range(10)), encode(list(range(10))))
-    with Store(folder / "node2", remote="team") as store:
-        cache = EmbeddingCache("items", store)
-        assert cache.fill(range(10), range(10), refuse) == 0
-        assert same(cache.get(range(10)), encode(list(range(10))))
+        for spoil in _SPOIL:
+            patch.setattr(shared_blocks, "_pack", lambda rows, spoil=spoil: spoil(pack(rows)))
+            EmbeddingCache(spoil.__name__, store).fill(range(10), range(10), encode)
+    for node in ("node1", "node2"):
+        with Store(folder / node, remote="team") as store:
+            for spoil in _SPOIL:
+                cache = EmbeddingCache(spoil.__name__, store)
+                encoded = cache.fill(range(10), range(10), encode if node == "node1" else refuse)
+                assert (encoded > 0) == (node == "node1"), spoil
+                assert same(cache.get(range(10)), encode(list(range(10)))), spoil
 
 
 @pytest.mark.parametrize("node", ["node0", "node1"])

@@ -70,11 +70,13 @@ def test_workers_share_the_samples(store: Store, makes: Makes, workers: int) -> 
     assert (cached.hits, cached.misses) == (COUNT, COUNT), "counted in all processes"
 
 
-def test_a_spawned_worker_finds_the_samples(store: Store, makes: Makes) -> None:
+# Either gets the dataset pickled. A spawned one imports torch for a second.
+@pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.matrix)])
+def test_a_worker_that_is_no_fork_finds_the_samples(store: Store, makes: Makes, start: str) -> None:
     cached = CachedIterableDataset(Items(COUNT), makes, store)
     expected = numbers(cached)
     assert len(pickle.dumps(cached)) < 2000
-    loader: Any = DataLoader(cached, batch_size=COUNT, num_workers=1, multiprocessing_context="spawn")
+    loader: Any = DataLoader(cached, batch_size=COUNT, num_workers=1, multiprocessing_context=start)
     assert batches(loader) == [expected]
     assert makes.made == list(range(COUNT))
 

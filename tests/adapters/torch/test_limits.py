@@ -16,7 +16,7 @@ from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import InvalidValueError, StoreError
 from castore.shm.free_space import shm_free
 from tests.adapters.torch.records import open_levels, visit
-from tests.helpers import in_small_shm, noise
+from tests.helpers import noise
 from tests.warm import WarmPython
 
 
@@ -35,11 +35,20 @@ def test_a_record_larger_than_both_levels_is_told_once_and_not_kept(folder: Path
     levels.close()
 
 
+#: Gives a program of a warm process a ``/dev/shm`` of its own, of the size that is its argument.
+SMALL_SHM = """
+import ctypes, os, subprocess, sys
+assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0  # CLONE_NEWNS
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={sys.argv[1]}", "tmpfs", "/dev/shm"], check=True)
+"""
+
+
 SMALL_DISK = """
 import sys, warnings
 from castore.adapters.torch.tiers import TwoLevels
 from castore.errors import FullError
-from tests.helpers import in_small_shm, noise
+from tests.helpers import noise
 options = dict(name=None, key="data", write_through=False, keep=True, codec="auto")
 import os
 with open(sys.argv[1] + "/hog", "wb") as hog:
@@ -142,7 +151,7 @@ def test_limits_beyond_what_there_is_are_cut_with_a_word(
     levels.close()
 
 
-def test_memory_that_cannot_grow_warns_once_and_goes_on() -> None:
+def test_memory_that_cannot_grow_warns_once_and_goes_on(warm_torch: WarmPython) -> None:
     script = """
 import warnings
 from castore.adapters.torch.tiers import TwoLevels
@@ -157,10 +166,11 @@ with warnings.catch_warnings(record=True) as caught:
         levels.put(index, bytes(60_000))
 print(len(caught), caught[0].message)
 """
-    assert in_small_shm(script, "66M").startswith("1 no more samples are cached for now: /dev/shm has ")
+    out = warm_torch.output(["-c", SMALL_SHM + script, "66M"])
+    assert out.startswith("1 no more samples are cached for now: /dev/shm has ")
 
 
-def test_who_comes_when_the_levels_have_taken_all_memory_joins_them() -> None:
+def test_who_comes_when_the_levels_have_taken_all_memory_joins_them(warm_torch: WarmPython) -> None:
     script = """
 import os
 from castore.adapters.torch.tiers import TwoLevels
@@ -173,4 +183,4 @@ left = os.statvfs("/dev/shm"); os.posix_fallocate(hog, 0, (left.f_bavail - 1) * 
 second = join()
 print(second.memory.limit == first.memory.limit, second.get(3) == bytes(1000))
 """
-    assert in_small_shm(script, "8M") == "True True\n"
+    assert warm_torch.output(["-c", SMALL_SHM + script, "8M"]) == "True True\n"

@@ -22,6 +22,7 @@ from castore import Store
 from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset
 from tests.adapters.torch.conftest import CELL_PARAMS, Cell
 from tests.adapters.torch.drawn import Drawn, Shared
+from tests.helpers import LONG
 
 N = 10
 
@@ -35,7 +36,18 @@ DATASETS: dict[str, Callable[[Drawn, Path], Any]] = {
 }
 Make: TypeAlias = Callable[[], Any]
 
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
+#: Each dataset with or without workers: a LazyShardDataset is read as a BiLevelCachedDataset is, and
+#: SharedCache's dataset is the user's. All combinations are in `make torture`.
+_QUICK = {"SharedCache": [0], "BiLevelCachedDataset": [0], "LazyShardDataset": [2], "CachedDataset": [0, 2]}
+WORKERS = pytest.mark.parametrize(
+    ("make", "workers"),
+    [
+        pytest.param(name, workers, marks=[pytest.mark.matrix] * (workers not in _QUICK[name]))
+        for name in DATASETS
+        for workers in (0, 2)
+    ],
+    indirect=["make"],
+)
 
 
 @pytest.fixture
@@ -60,11 +72,14 @@ def make(request: pytest.FixtureRequest, drawn: Drawn, tmp_path: Path, no_leftov
 def _ways() -> Iterator[Any]:
     """Each way of running workers for each dataset. A spawned worker imports torch for seconds, and gets its
     dataset pickled as one of a fork server does: here one dataset is spawned, and the others in `make
-    torture`.
+    torture`. Workers of SharedCache's are in test_shared_processes.py.
     """
     for cell in CELL_PARAMS:
         for name in DATASETS:
-            left_out = cell.values[0].start == "spawn" and name != "CachedDataset"
+            start = cell.values[0].start
+            left_out = (start == "spawn" and name != "CachedDataset") or (
+                start == "forkserver" and name == "SharedCache"
+            )
             marks = [*cell.marks, *[pytest.mark.matrix] * left_out]
             yield pytest.param(*cell.values, name, id=f"{cell.id}-{name}", marks=marks)
 
@@ -188,7 +203,7 @@ def test_workers_are_forked_beside_threads_that_read_the_store(tmp_path: Path) -
     """Their first look into the index waited for ever for what a thread of the parent's held when they
     were born.
     """
-    data = torch.arange(32.0)
+    data, rounds = torch.arange(32.0), 8 if LONG else 4
     stop = threading.Event()
 
     def read() -> None:
@@ -204,7 +219,7 @@ def test_workers_are_forked_beside_threads_that_read_the_store(tmp_path: Path) -
         for reader in readers:
             reader.start()
         try:
-            for _ in range(8):
+            for _ in range(rounds):
                 # The time that a batch may take is a bound for workers that hang.
                 loader = DataLoader(
                     cached, batch_size=4, num_workers=2, timeout=60, multiprocessing_context="fork"
@@ -214,4 +229,4 @@ def test_workers_are_forked_beside_threads_that_read_the_store(tmp_path: Path) -
             stop.set()
             for reader in readers:
                 reader.join()
-        assert (cached.hits, cached.misses) == (7 * 32, 32)
+        assert (cached.hits, cached.misses) == ((rounds - 1) * 32, 32)

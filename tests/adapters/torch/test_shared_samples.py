@@ -23,7 +23,7 @@ from castore.remote.keys import result_key
 from tests.mount.conftest import until
 from tests.remote.nodes import several_nodes
 
-SAMPLES = 200
+SAMPLES = 100
 
 
 class Source(Dataset[Any]):

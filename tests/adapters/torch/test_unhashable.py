@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from castore import Store, UnhashableError
 from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset
+from tests.helpers import LONG
 from tests.warm import WarmPython
 
 
@@ -78,8 +79,9 @@ def test_data_that_cannot_be_hashed_is_cached_for_this_run(kind: str, drawn: Dra
 
 def test_workers_share_the_level_of_this_run(drawn: Drawn, tmp_path: Path) -> None:
     with levels("bilevel", drawn, tmp_path / "cache", write_through=True) as cached:
-        # Each epoch has workers of its own. A spawned one imports torch for a second, so there is only one.
-        for start, workers in (("fork", 2), ("fork", 1), ("spawn", 1)):
+        # Each epoch has workers of its own. A spawned one imports torch for a second, and gets its dataset as
+        # one of a fork server does.
+        for start, workers in (("fork", 2), ("forkserver", 1), *[("spawn", 1)] * LONG):
             loader: DataLoader[Any] = DataLoader(
                 cached, batch_size=5, num_workers=workers, multiprocessing_context=start
             )

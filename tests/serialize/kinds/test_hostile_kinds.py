@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from castore.serialize import serializers
 from castore.serialize.kinds import Form
 from castore.serialize.serializers import dump, load
 from tests.serialize.kinds.values import VALUES
+from tests.warm import WarmPython
 
 HERE = "tests.serialize.kinds.test_hostile_kinds"
 ran: list[str] = []
@@ -235,7 +235,7 @@ def test_a_module_is_not_asked_for_what_it_would_load_first(absent: str, reader:
     assert asked == []
 
 
-def test_a_record_of_transformers_does_not_import_it() -> None:
+def test_a_record_of_transformers_does_not_import_it(warm_torch: WarmPython) -> None:
     record, data = pack(_encoding()), dump(_encoding())[1]
     script = (
         "import sys, castore; from castore.adapters.torch.samples import unpack; from "
@@ -247,7 +247,7 @@ def test_a_record_of_transformers_does_not_import_it() -> None:
         "transformers.tokenization_utils_base\nassert unpack(RECORD)['ids'] == load(DATA, 'msgpack')['ids'] "
         "== [1]\n"
     ).replace("RECORD", repr(record)).replace("DATA", repr(data))  # fmt: skip
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+    assert warm_torch.output(["-c", script]) == ""
 
 
 def _encoding() -> Any:

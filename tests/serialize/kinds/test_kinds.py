@@ -148,8 +148,17 @@ def test_every_adapter_gives_back_any_nesting(adapters: dict[str, RoundTrip], na
     assert same(adapters[name]([value, 1]), [value, 1])
 
 
+# A worker of a fork server finds classes by their modules, as a spawned one does, which imports torch.
 @pytest.mark.parametrize(
-    "starts", [("spawn", "fork"), pytest.param(("fork", "spawn"), marks=pytest.mark.matrix)], ids="-".join
+    "starts",
+    [
+        ("forkserver", "fork"),
+        *(
+            pytest.param(starts, marks=pytest.mark.matrix)
+            for starts in (("spawn", "fork"), ("fork", "spawn"))
+        ),
+    ],
+    ids="-".join,
 )
 def test_workers_find_values_of_every_kind(tmp_path: Path, starts: tuple[str, str]) -> None:
     with CachedDataset(Numbered(), tmp_path, key="values") as cached:

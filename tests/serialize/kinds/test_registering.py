@@ -269,24 +269,18 @@ if __name__ == "__main__":
 def test_classes_of_the_main_module_are_found_by_workers_and_later_runs(
     tmp_path: Path, starts: tuple[str, str], warm_torch: WarmPython
 ) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    first, second = (_run_program(warm_torch, ["program.py"], tmp_path, start) for start in starts)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    first, second = (warm_torch.output([program, tmp_path, start], cwd=tmp_path) for start in starts)
     assert first == second
-
-
-def _run_program(warm_torch: WarmPython, program: list[str], folder: Path, start: str) -> str:
-    """The output of the program. A spawned worker imports the program as `python` was called with it."""
-    if start == "spawn":
-        return _run([*program, str(folder), start], folder)
-    return warm_torch.output([*program, folder, start], cwd=folder)
 
 
 def test_a_module_that_is_run_and_one_that_is_imported_are_the_same(
     tmp_path: Path, warm_torch: WarmPython
 ) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    told = _run_program(warm_torch, ["-m", "program"], tmp_path, "spawn")
-    assert _run_program(warm_torch, ["-m", "program"], tmp_path, "fork") == told
+    told = warm_torch.output(["-m", "program", tmp_path, "spawn"], cwd=tmp_path)
+    assert warm_torch.output(["-m", "program", tmp_path, "fork"], cwd=tmp_path) == told
     read = "import program; from castore import Store; s = Store('store'); print(s.load('scan')); s.close()"
     assert warm_torch.output(["-c", read], cwd=tmp_path) == told.splitlines(keepends=True)[-1]
 
