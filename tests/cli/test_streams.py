@@ -142,19 +142,11 @@ def test_output_of_any_encoding_takes_every_name(
         assert out.decode().endswith(f"{NAME}\n")
 
 
-def _close(descriptors: tuple[int, ...]) -> Callable[[], None]:
-    def close() -> None:
-        for fd in descriptors:
-            os.close(fd)
-
-    return close
-
-
 @pytest.mark.parametrize(("words", "closed"), _each([(0, 1, 2), (1,), (2,)], of={"add", "cat", "get"}))
 def test_closed_streams_keep_no_command_from_its_work(
     castore: Start, shop: Store, words: tuple[str, tuple[str, ...]], closed: tuple[int, ...]
 ) -> None:
-    process = castore(words[0], *words[1], preexec_fn=_close(closed))
+    process = castore(words[0], *words[1], closed=closed)
     _, err = process.communicate(timeout=300)
     if 1 in closed and words[0] in PRINTING:
         assert process.returncode == 1

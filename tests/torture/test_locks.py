@@ -70,7 +70,7 @@ def granted(monkeypatch: pytest.MonkeyPatch, daemons: Path) -> list[int]:
 def test_without_locks_kills_lose_nothing_that_was_acknowledged(
     tmp_path: Path, scale: Callable[[int, int], int], figure: Callable[[str], None]
 ) -> None:
-    count = scale(25, 300)
+    count = scale(15, 300)
     kill_at_random(tmp_path / "store", count)
     figure(f"{count} kills without locks: nothing lost")
 
@@ -78,7 +78,7 @@ def test_without_locks_kills_lose_nothing_that_was_acknowledged(
 def test_without_locks_sixteen_processes_do_everything_at_once(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
-    seconds = scale(1.5, 30.0)
+    seconds = scale(0.5, 30.0)
     figure(
         f"16 processes did {crowd(store, seconds):,} operations in {seconds:.0f} s without locks; no error"
     )

@@ -126,14 +126,14 @@ def reads_on_while_gc_removes_everything(
 def test_files_maps_and_a_data_loader_read_on_while_gc_removes_everything(
     store: Store, tmp_path: Path, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
-    reads_on_while_gc_removes_everything(store, tmp_path, scale(1.5, 60.0), figure)
+    reads_on_while_gc_removes_everything(store, tmp_path, scale(0.7, 60.0), figure)
 
 
 def test_a_name_that_is_replaced_all_the_time_is_never_a_miss(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
     """Regression: gc removed the old bytes between a reader's query and its open, and the reader gave up."""
-    seconds = scale(1.5, 30.0)
+    seconds = scale(0.7, 30.0)
     store.put("name", noise(20_000))
 
     def act(process: int) -> int:
