@@ -91,7 +91,10 @@ def castore(folder: Path, warm_castore: WarmPython) -> Iterator[Callable[..., An
             # The shell closes streams: a function for that would have all of this process forked.
             redirections = "".join(f" {fd}>&-" for fd in closed)
             shell = ["sh", "-c", f'exec "$@"{redirections}', "sh"] if closed else []
-            started.append(subprocess.Popen([*shell, sys.executable, *command], env=around, **options))
+            new: subprocess.Popen[bytes] = subprocess.Popen(
+                [*shell, sys.executable, *command], env=around, **options
+            )
+            started.append(new)
         else:
             started.append(warm_castore.start(command, env=around, **options))
         return started[-1]

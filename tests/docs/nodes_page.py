@@ -1,5 +1,5 @@
-"""Runs a script in a network of its own, where only loopback is: `unshare --net python -m tests.docs.nodes_page
-SCRIPT FOLDER`. Its programs are forked from processes that are in that network too.
+"""Runs a script where loopback is the only network: `unshare --net python -m tests.docs.nodes_page SCRIPT
+FOLDER`. Its programs are forked from processes that are in that network too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ def main(script: str, folder: Path) -> int:
     named = {
         "castore": (castore, ["-m", "castore"]),
         "torchrun": (torch, ["-m", "torch.distributed.run"]),
-        "python": (torch, []),  # of the ranks
+        "python": (torch, []),
     }
     try:
         with programs(folder / "bin", named) as found:
             ranks = {"PYTHON_EXEC": str(folder / "bin" / "python")}
-            return subprocess.run(["bash", "-e", "-c", script], env={**os.environ, **found, **ranks}).returncode
+            return subprocess.run(
+                ["bash", "-e", "-c", script], env={**os.environ, **found, **ranks}
+            ).returncode
     finally:
         castore.close()
         torch.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.warm import WarmPython
 
-#: A process, and the words with which a program begins in it.
+#: A process, and the words with which a program begins in it; none for Python itself.
 Program = tuple[WarmPython, list[str]]
 
 _LARGEST = 200_000  # bytes of a request
@@ -33,6 +33,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
     code = int(asking.recv(20))
 sys.exit(code if code >= 0 else 128 - code)
 """
+_FROM_INPUT = 'import sys\nexec(compile(sys.stdin.read(), "<stdin>", "exec"))'
 
 
 def pasted(page: Path, place: str, folder: Path) -> str:
@@ -78,6 +79,14 @@ def _serve(listening: socket.socket, named: Mapping[str, Program]) -> None:
         threading.Thread(target=_answer, args=(asking, named), daemon=True).start()
 
 
+def _of_python(words: list[str]) -> list[str]:
+    """Words of Python as a warm process knows them: output that does not wait in a buffer makes no
+    difference, and a program on standard input is read there.
+    """
+    words = words[1:] if words[0] == "-u" else words
+    return ["-c", _FROM_INPUT, *words[1:]] if words[0] == "-" else words
+
+
 def _answer(asking: socket.socket, named: Mapping[str, Program]) -> None:
     with asking:
         message, streams, _, _ = socket.recv_fds(asking, _LARGEST, 3)
@@ -86,7 +95,7 @@ def _answer(asking: socket.socket, named: Mapping[str, Program]) -> None:
             name, *words = request["words"]
             warm, first = named[name]
             process = warm.start(
-                [*first, *(word for word in words if word != "-u")],  # Python's own: output is soon here anyway
+                [*first, *words] if first else _of_python(words),
                 env=request["env"], cwd=request["cwd"],
                 stdin=streams[0], stdout=streams[1], stderr=streams[2],
             )  # fmt: skip
