@@ -79,8 +79,8 @@ def castore(folder: Path, warm_castore: WarmPython) -> Iterator[Callable[..., An
     started: list[subprocess.Popen[bytes] | Started] = []
 
     def start(
-        *words: str | Path, env: dict[str, str] | None = None, store: Path = folder, closed: Sequence[int] = (),
-        fresh: bool = False, **options: Any
+        *words: str | Path, env: dict[str, str] | None = None, store: Path = folder,
+        closed: Sequence[int] = (), fresh: bool = False, **options: Any
     ) -> subprocess.Popen[bytes] | Started:  # fmt: skip
         command = ["-m", "castore", "--store", str(store), *map(str, words)]
         # The tests run outside of the checkout, which need not be installed.
@@ -91,10 +91,8 @@ def castore(folder: Path, warm_castore: WarmPython) -> Iterator[Callable[..., An
             # The shell closes streams: a function for that would have all of this process forked.
             redirections = "".join(f" {fd}>&-" for fd in closed)
             shell = ["sh", "-c", f'exec "$@"{redirections}', "sh"] if closed else []
-            new: subprocess.Popen[bytes] = subprocess.Popen(
-                [*shell, sys.executable, *command], env=around, **options
-            )
-            started.append(new)
+            words_of_python = [*shell, sys.executable, *command]
+            started.append(subprocess.Popen(words_of_python, env=around, text=False, **options))
         else:
             started.append(warm_castore.start(command, env=around, **options))
         return started[-1]
