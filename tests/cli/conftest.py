@@ -91,8 +91,8 @@ def castore(folder: Path, warm_castore: WarmPython) -> Iterator[Callable[..., An
             # The shell closes streams: a function for that would have all of this process forked.
             redirections = "".join(f" {fd}>&-" for fd in closed)
             shell = ["sh", "-c", f'exec "$@"{redirections}', "sh"] if closed else []
-            words_of_python = [*shell, sys.executable, *command]
-            started.append(subprocess.Popen(words_of_python, env=around, text=False, **options))
+            new: Any = subprocess.Popen([*shell, sys.executable, *command], env=around, **options)
+            started.append(new)
         else:
             started.append(warm_castore.start(command, env=around, **options))
         return started[-1]
