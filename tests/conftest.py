@@ -17,6 +17,9 @@ from castore import Store
 from tests.helpers import LONG
 from tests.warm import DATASETS, TORCH, WarmPython
 
+#: Modules that most commands of the command line use.
+_COMMANDS = ("castore.cli.commands", "castore.cli.std_streams", "castore.store", "castore.remote.remote")
+
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
 # inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -108,6 +111,14 @@ def warm_datasets() -> Iterator[WarmPython]:
 def warm_torch() -> Iterator[WarmPython]:
     """Starts processes that have imported torch."""
     warm = WarmPython(TORCH)
+    yield warm
+    warm.close()
+
+
+@pytest.fixture(scope="session")
+def warm_castore() -> Iterator[WarmPython]:
+    """Starts processes that have imported castore and its command line."""
+    warm = WarmPython(_COMMANDS)
     yield warm
     warm.close()
 

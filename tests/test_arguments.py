@@ -135,17 +135,14 @@ _CALLS: dict[str, tuple[_Call, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "value"),
-    [
-        pytest.param(call, value, id=f"{name}-{value!r:.12}")
-        for name, (call, values) in _CALLS.items()
-        for value in values
-    ],
-)
-def test_an_argument_that_makes_no_sense_gets_a_sentence(tmp_path: Path, call: _Call, value: Any) -> None:
+@pytest.mark.parametrize(("call", "values"), _CALLS.values(), ids=_CALLS)
+def test_an_argument_that_makes_no_sense_gets_a_sentence(
+    tmp_path: Path, call: _Call, values: list[Any]
+) -> None:
     with Store(tmp_path / "store", memory=0) as store:
-        with pytest.raises(CastoreError) as caught:
-            call(store, value)
-        assert isinstance(caught.value, (ValueError, TypeError))
-        assert list(store) in ([], ["blob"])
+        for value in values:
+            print(repr(value))  # which one it was, should it fail
+            with pytest.raises(CastoreError) as caught:
+                call(store, value)
+            assert isinstance(caught.value, (ValueError, TypeError))
+            assert list(store) in ([], ["blob"])

@@ -79,7 +79,7 @@ def _imported(path: Path) -> frozenset[str]:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             todo += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
             todo += ast.iter_child_nodes(node)
     return frozenset(found)
 
@@ -90,6 +90,8 @@ def _files(name: str) -> tuple[Path, ...]:
     them.
     """
     words = name.split(".")
+    if not any(words[0] in folders for folders in _SOURCES.values()):
+        return ()
     places = [root.joinpath(*words[:depth]) for root in _SOURCES for depth in range(1, len(words) + 1)]
     return tuple(
         file for at in places for file in (at.with_suffix(".py"), at / "__init__.py") if file.is_file()

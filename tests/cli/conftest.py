@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import pytest
 
 from castore import Store
 from castore.cli.main import main
+from tests.warm import Started, WarmPython
 
 
 class Ran(NamedTuple):
@@ -69,19 +70,31 @@ def store(folder: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def castore(folder: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Start a command in a process of its own, as a shell does."""
-    started: list[subprocess.Popen[bytes]] = []
+def castore(folder: Path, warm_castore: WarmPython) -> Iterator[Callable[..., Any]]:
+    """Start a command in a process of its own, as a shell does.
+
+    Most are forked from one that has imported castore. With ``fresh``, and where a test changes how Python
+    starts, it is a new Python.
+    """
+    started: list[subprocess.Popen[bytes] | Started] = []
 
     def start(
-        *words: str | Path, env: dict[str, str] | None = None, store: Path = folder, **options: Any
-    ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "castore", "--store", str(store), *map(str, words)]
+        *words: str | Path, env: dict[str, str] | None = None, store: Path = folder,
+        closed: Sequence[int] = (), fresh: bool = False, **options: Any
+    ) -> subprocess.Popen[bytes] | Started:  # fmt: skip
+        command = ["-m", "castore", "--store", str(store), *map(str, words)]
         # The tests run outside of the checkout, which need not be installed.
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         around = os.environ | {"PYTHONPATH": path} | (env or {})
-        started.append(subprocess.Popen(command, env=around, **streams | options))
+        if fresh or closed or "preexec_fn" in options or any(name.startswith("PYTHON") for name in env or ()):
+            # The shell closes streams: a function for that would have all of this process forked.
+            redirections = "".join(f" {fd}>&-" for fd in closed)
+            shell = ["sh", "-c", f'exec "$@"{redirections}', "sh"] if closed else []
+            new: Any = subprocess.Popen([*shell, sys.executable, *command], env=around, **options)
+            started.append(new)
+        else:
+            started.append(warm_castore.start(command, env=around, **options))
         return started[-1]
 
     yield start

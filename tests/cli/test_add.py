@@ -379,7 +379,7 @@ def test_an_input_that_is_cut_short_leaves_nothing(
 ) -> None:
     Store(folder).close()
     for number in (signal.SIGINT, signal.SIGKILL):
-        with castore("add", "-", "--as", "piped", stdin=subprocess.PIPE) as adding:
+        with castore("add", "-", "--as", "piped", fresh=True, stdin=subprocess.PIPE) as adding:
             assert adding.stdin is not None
             adding.stdin.write(noise(20_000_000))
             adding.stdin.flush()  # the pipe is far smaller: all but its rest has been read
@@ -415,6 +415,6 @@ def test_standard_input_wants_a_name_and_goes_alone(
 
 
 def test_an_input_that_is_closed_is_said(castore: Callable[..., subprocess.Popen[bytes]]) -> None:
-    closed = castore("add", "-", "--as", "x", preexec_fn=lambda: os.close(0))
+    closed = castore("add", "-", "--as", "x", closed=(0,))
     assert b"standard input is closed" in closed.communicate()[1]
     assert closed.returncode == 1

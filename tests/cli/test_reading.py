@@ -106,7 +106,7 @@ def test_cat_takes_constant_memory(castore: Start, store: Store, tmp_path: Path)
         "import resource, subprocess, sys; out = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL);"
         "print(out.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    process = castore("cat", "zeros", stdout=subprocess.DEVNULL)
+    process = castore("cat", "zeros", fresh=True, stdout=subprocess.DEVNULL)
     command = list(map(str, process.args))  # type: ignore[arg-type]
     process.communicate()
     path = os.pathsep.join(entry for entry in sys.path if entry)

@@ -488,14 +488,11 @@ def test_an_interrupted_pull_goes_on_and_gc_removes_what_it_left(
 
 
 def test_commands_of_remotes_need_no_standard_output_but_to_print(castore: Start, team: str) -> None:
-    def close() -> None:
-        os.close(1)
-
-    process = castore("push", stdout=None, preexec_fn=close)
+    process = castore("push", closed=(1,))
     assert process.communicate()[1] == b""
     assert process.returncode == 0
     for words in (("remote", "ls"), ("log", "main"), ("diff", "main", "main")):
-        process = castore(*words, stdout=None, preexec_fn=close)
+        process = castore(*words, closed=(1,))
         assert b"standard output is closed" in process.communicate()[1]
         assert process.returncode == 1
 

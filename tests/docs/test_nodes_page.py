@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.pasting import pasted
 from tests.docs.test_pages import ROOT
 
 PAGE = ROOT / "docs" / "nodes.md"
@@ -18,23 +19,17 @@ PAGE = ROOT / "docs" / "nodes.md"
 
 def test_one_recipe_goes_from_one_node_to_many_by_pasting(tmp_path: Path) -> None:
     pytest.importorskip("torch")  # the page trains, too
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    script = "".join(blocks).replace("/tmp/castore-nodes", str(tmp_path / "page"))
-    for name, module in {"castore": "castore", "torchrun": "torch.distributed.run"}.items():
-        tool = tmp_path / name  # of the environment that runs the tests
-        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
-        tool.chmod(0o755)
+    script = pasted(PAGE, "/tmp/castore-nodes", tmp_path / "page")
     paths = os.pathsep.join(entry for entry in sys.path if entry)
-    up = f'"{sys.executable}" -m tests.adapters.ray.loopback\n'
     alone = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     # Paths of sockets are short, so Ray's folder is not below that of the test, nor of a run of tests.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         environment = os.environ | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": paths, "OMP_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": ray_folder,
         }  # fmt: skip
         ran = subprocess.run(
-            [*alone, "bash", "-e", "-c", up + script],
+            [*alone, sys.executable, "-m", "tests.docs.nodes_page", script, tmp_path],
             env=environment, capture_output=True, text=True, cwd=tmp_path, check=False,
         )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pasting import pasted, programs
 from tests.docs.test_pages import ROOT, run_examples
+from tests.warm import WarmPython
 
 PAGE = ROOT / "docs" / "remote.md"
 
 
-def test_two_nodes_share_a_folder_by_pasting(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    script = "".join(blocks).replace("/tmp/castore-remote", str(tmp_path / "page"))
-    tool = tmp_path / "castore"  # of the environment that runs the tests
-    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m castore "$@"\n')
-    tool.chmod(0o755)
-    paths = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": paths}
-    ran = subprocess.run(["bash", "-e", "-c", script], env=environment, capture_output=True, text=True)
+def test_two_nodes_share_a_folder_by_pasting(tmp_path: Path, warm_castore: WarmPython) -> None:
+    script = pasted(PAGE, "/tmp/castore-remote", tmp_path / "page")
+    with programs(tmp_path / "bin", {"castore": (warm_castore, ["-m", "castore"])}) as found:
+        ran = subprocess.run(
+            ["bash", "-e", "-c", script], env=os.environ | found, capture_output=True, text=True
+        )
     assert (ran.returncode, ran.stderr) == (0, "")
     told = re.findall(r"^(?:pushed|pulled) (\d \w+)", ran.stdout, re.M)
     assert told == ["2 new", "2 new", "1 changed", "1 changed", "1 new"]

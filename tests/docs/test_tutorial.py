@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.docs.pasting import Program, pasted, programs
+from tests.warm import WarmPython
 
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 # In place of the second that a mount may take to follow, which on a busy machine is not always enough.
@@ -17,20 +19,18 @@ UNTIL_IT_SHOWS = (
 )
 
 
-def test_the_tutorial_runs_as_it_is_printed(tmp_path: Path) -> None:
+def test_the_tutorial_runs_as_it_is_printed(
+    tmp_path: Path, warm_castore: WarmPython, warm_torch: WarmPython
+) -> None:
     pytest.importorskip("torch")
-    blocks = re.findall(r"^```sh\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
     place = tmp_path / "tutorial"
-    script = "".join(blocks).replace("/tmp/castore-tutorial", str(place))
+    script = pasted(TUTORIAL, "/tmp/castore-tutorial", place)
     assert script.count("\nsleep 1\n") == 1
     script = script.replace("\nsleep 1\n", f"\n{UNTIL_IT_SHOWS}\n")
-    tools = tmp_path / "bin"  # `castore` and `python` of the environment that runs the tests
-    tools.mkdir()
-    for name, module in (("castore", "-m castore "), ("python", "")):
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
-        (tools / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "XDG_STATE_HOME": str(tmp_path)}
-    run = subprocess.run(["bash", "-e", "-c", script], env=environment, capture_output=True, text=True)
+    named: dict[str, Program] = {"castore": (warm_castore, ["-m", "castore"]), "python": (warm_torch, [])}
+    with programs(tmp_path / "bin", named) as found:
+        environment = os.environ | found | {"XDG_STATE_HOME": str(tmp_path)}
+        run = subprocess.run(["bash", "-e", "-c", script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     output = run.stdout
     sums = re.findall(r"^([0-9a-f]{64})  \S+shard-0\.tar$", output, re.MULTILINE)

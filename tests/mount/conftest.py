@@ -8,7 +8,6 @@ import pwd
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from castore.errors import CastoreError
 from castore_fuse import mountpoints
 from castore_fuse.lifecycle import check_fuse
 from tests.mount import shelf
+from tests.warm import Started, WarmPython
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,26 +147,26 @@ def each_with_a_mount(values: dict[str, object]) -> list[object]:
 
 
 @contextlib.contextmanager
-def program(*words: str | Path) -> Iterator[subprocess.Popen[str]]:
+def program(warm: WarmPython, *words: str | Path) -> Iterator[Started]:
     """A Python program of the tests that prints `ready`, and continues on a line on its standard input."""
-    with subprocess.Popen(
-        [sys.executable, "-m", *words],
+    process = warm.start(
+        ["-m", *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": os.fspath(_ROOT)},
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        except BaseException:
-            process.kill()
-            raise
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def finish(process: subprocess.Popen[str], say: str) -> str:
+def finish(process: Started, say: str) -> str:
     out, _ = process.communicate(say, timeout=300)
     assert process.returncode == 0
-    return out
+    return str(out)

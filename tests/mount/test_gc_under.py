@@ -22,6 +22,7 @@ from castore_fuse import mountpoints
 from castore_fuse.daemon import DaemonRecord
 from tests.helpers import mixed, noise, text
 from tests.mount.conftest import finish, forget_pages, program, until
+from tests.warm import WarmPython
 
 KINDS = {
     "zstd": (mixed(5 * FRAME_SIZE + 5), "zstd"),
@@ -96,14 +97,16 @@ def test_file_that_gc_removed_a_moment_ago_cannot_be_opened(store: Store) -> Non
                 (root / "kinds" / name).open()
 
 
-def test_mapped_data_loader_goes_on_while_gc_removes_everything(store: Store, tmp_path: Path) -> None:
+def test_mapped_data_loader_goes_on_while_gc_removes_everything(
+    store: Store, tmp_path: Path, warm_torch: WarmPython
+) -> None:
     pytest.importorskip("torch")
     tokens = np.random.default_rng(0).integers(0, 50_000, 600_000, dtype=np.int32)
     np.save(tmp_path / "tokens.npy", tokens)
     store.put_file("tokens.npy", tmp_path / "tokens.npy")
     with (
         castore_fuse.mounted(store) as root,
-        program("tests.mount.training", root / "tokens.npy", "epochs") as process,
+        program(warm_torch, "tests.mount.training", root / "tokens.npy", "epochs") as process,
     ):
         assert remove_everything(store) == ["tokens.npy"]
         forget_all_pages()
@@ -152,7 +155,7 @@ def test_killed_pinned_mount_holds_nothing(store: Store, mountpoint: Path) -> No
 
 @pytest.mark.parametrize("live", ["default", pytest.param("pinned", marks=pytest.mark.matrix)], indirect=True)
 def test_small_files_read_right_while_gc_compacts_their_packs(
-    live: Path, store: Store, tmp_path: Path
+    live: Path, store: Store, tmp_path: Path, warm_castore: WarmPython
 ) -> None:
     kept = {f"kept/{number}": text(2000 + number, number) for number in range(120)}
     lines = [f"{live / name} {hashlib.sha256(data).hexdigest()}\n" for name, data in kept.items()]
@@ -169,8 +172,8 @@ def test_small_files_read_right_while_gc_compacts_their_packs(
 
     compacted = churn(0)
     with (
-        program("tests.mount.reading", tmp_path / "list") as one,
-        program("tests.mount.reading", tmp_path / "list") as other,
+        program(warm_castore, "tests.mount.reading", tmp_path / "list") as one,
+        program(warm_castore, "tests.mount.reading", tmp_path / "list") as other,
     ):
         for number in range(1, 12):
             compacted += churn(number)

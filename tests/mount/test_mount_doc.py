@@ -5,29 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.docs.pasting import Program, pasted, programs
+from tests.warm import WarmPython
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "mount.md").read_text()
+PAGE = ROOT / "docs" / "mount.md"
 
 
-def test_the_blocks_run_as_they_are_printed(tmp_path: Path) -> None:
+def test_the_blocks_run_as_they_are_printed(tmp_path: Path, warm_castore: WarmPython) -> None:
     place = tmp_path / "place"
-    script = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-    tools = tmp_path / "bin"  # `castore` and `python` of the environment that runs the tests
-    tools.mkdir()
-    for name, module in (("castore", "-m castore "), ("python", "")):
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
-        (tools / name).chmod(0o755)
-    path = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.run(
-        ["bash", "-e", "-c", script.replace("/tmp/castore-mount", str(place))],
-        env=os.environ | path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    script = pasted(PAGE, "/tmp/castore-mount", place)
+    named: dict[str, Program] = {"castore": (warm_castore, ["-m", "castore"]), "python": (warm_castore, [])}
+    with programs(tmp_path / "bin", named) as found:
+        run = subprocess.run(
+            ["bash", "-e", "-c", script], env=os.environ | found, capture_output=True, text=True, timeout=300
+        )
     assert run.returncode == 0, run.stderr
     sums = re.findall(r"^([0-9a-f]{64})  ", run.stdout, re.MULTILINE)
     assert len(sums) == 2
@@ -40,5 +34,5 @@ def test_the_blocks_run_as_they_are_printed(tmp_path: Path) -> None:
 def test_options_it_names_are_those_of_the_helper() -> None:
     helper = (ROOT / "fuse" / "mount.fuse.castore").read_text()
     for option in ("pin", "prefix=", "allow_other", "cache_size=", "threads="):
-        assert f"`{option}`" in PAGE
+        assert f"`{option}`" in PAGE.read_text()
         assert re.search(rf"^ +(.*\| )?{re.escape(option)}[*]?( \|.*)?\)", helper, re.MULTILINE), option

@@ -6,12 +6,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mount.conftest import files
+from tests.warm import WarmPython
 
 HERE = Path(__file__).resolve().parents[2]
 
@@ -76,15 +76,16 @@ def test_sha256sum_agrees(root: Path, plain: Path) -> None:
     assert sums.splitlines() == lines
 
 
-def test_data_loader_reads_with_every_start_method(roots: dict[str, Path], plain: Path) -> None:
+def test_data_loader_reads_with_every_start_method(
+    roots: dict[str, Path], plain: Path, warm_torch: WarmPython
+) -> None:
     pytest.importorskip("torch")
     # One program for all mounts: each start method imports torch once, which takes longer than to read.
     mounted = [root / "tree" for root in roots.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mount.training", plain / "tree", "methods", *mounted],
+    done = warm_torch.run(
+        ["-m", "tests.mount.training", plain / "tree", "methods", *mounted],
         cwd=HERE,
         env=os.environ | {"PYTHONPATH": os.fspath(HERE)},
-        capture_output=True,
         text=True,
     )
     assert done.stdout == "good\n", done.stderr

@@ -33,7 +33,7 @@ CONTENTS = (
         "large": noise(8 << 20, 7),
         "dup": noise(2 << 20),
     }
-    | {"text": noise(5 << 20, 3).hex().encode()}
+    | {"text": noise(2 << 20, 3).hex().encode()}
 )
 
 

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.remote.servers import Place, environment
+from tests.warm import WarmPython
 
 _ROOT = Path(__file__).parents[2]
 
 
 def test_workers_of_every_start_method_fetch_after_their_parent_has_pushed_pulled_and_read(
-    seaweedfs: Place, tmp_path: Path
+    seaweedfs: Place, tmp_path: Path, warm_torch: WarmPython
 ) -> None:
     pytest.importorskip("torch")
     with environment(seaweedfs.environment):
-        ran = subprocess.run(
-            [sys.executable, "-m", "tests.remote.loading", tmp_path, f"{seaweedfs.url}/{uuid.uuid4().hex}"],
+        ran = warm_torch.run(
+            ["-m", "tests.remote.loading", tmp_path, f"{seaweedfs.url}/{uuid.uuid4().hex}"],
             env=os.environ | {"PYTHONPATH": os.fspath(_ROOT)},
             cwd=_ROOT,
-            capture_output=True,
             text=True,
-            timeout=300,
         )
     assert ran.stdout == "good\n", ran.stderr

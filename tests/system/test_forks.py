@@ -19,10 +19,9 @@ from pathlib import Path
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import scratch
 from castore.objects.codecs import FRAME_SIZE
 from castore.system.forks import block_forks, fork_gate
-from tests.helpers import noise
+from tests.helpers import in_small_process, noise
 
 #: Seconds that a child may take; its work takes a few milliseconds.
 PATIENCE = 40.0
@@ -86,11 +85,24 @@ def going_on(*steps: Callable[[int], object]) -> Iterator[None]:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.fixture
-def full(store: Store) -> Store:
+def fill(store: Store) -> None:
     store.put_many((f"n/{number}", noise(200, number)) for number in range(2_000))
     store.put("large", noise(2 * FRAME_SIZE))
+
+
+@pytest.fixture
+def full(store: Store) -> Store:
+    fill(store)
     return store
+
+
+@pytest.fixture
+def full_path(full: Store) -> Path:
+    """Where a full store is, for a process of its own: forks of one that has run thousands of tests take
+    longer than all else.
+    """
+    full.close()
+    return full.path
 
 
 def _dropped(store: Store) -> None:
@@ -118,19 +130,24 @@ def can_do_everything(store: Store, number: int) -> None:
     assert store.entry(f"child/{number}") is not None
 
 
-def test_a_child_forked_in_the_middle_of_everything_can_read_and_write(full: Store) -> None:
-    with going_on(*(lambda turn, read=read: read(full, turn) for read in READS.values())):
-        for number in range(10):
-            ends_well(forked(lambda number=number: can_do_everything(full, number)))  # type: ignore[misc]
-    assert [full.get(f"child/{number}") for number in range(10)] == [b"%d" % number for number in range(10)]
+def fork_beside(path: Path, kinds: list[str], forks: int) -> None:
+    """Fork children that do everything beside threads, each of which reads in one way."""
+    with Store(path, memory=0) as store:
+        with going_on(*(lambda turn, kind=kind: READS[kind](store, turn) for kind in kinds)):
+            for number in range(forks):
+                ends_well(forked(lambda number=number: can_do_everything(store, number)))  # type: ignore[misc]
+        assert [store.get(f"child/{number}") for number in range(forks)] == [
+            b"%d" % number for number in range(forks)
+        ]
+
+
+def test_a_child_forked_in_the_middle_of_everything_can_read_and_write(full_path: Path) -> None:
+    in_small_process(fork_beside, full_path, [*READS], 10)
 
 
 @pytest.mark.parametrize("kind", ["entry", "open"])
-def test_a_child_forked_beside_a_reader_can_read_and_write(full: Store, kind: str) -> None:
-    read = READS[kind]
-    with going_on(*[lambda turn: read(full, turn)] * 2):
-        for number in range(20):
-            ends_well(forked(lambda number=number: can_do_everything(full, number)))  # type: ignore[misc]
+def test_a_child_forked_beside_a_reader_can_read_and_write(full_path: Path, kind: str) -> None:
+    in_small_process(fork_beside, full_path, [kind] * 2, 20)
 
 
 def test_a_fork_does_not_wait_until_a_writer_gets_the_index(full: Store) -> None:
@@ -172,7 +189,12 @@ def test_a_fork_and_a_thread_that_writes_in_the_middle_of_a_question_do_not_wait
             ends_well(forked(lambda number=number: can_do_everything(full, number)))  # type: ignore[misc]
 
 
-def test_a_signal_handler_forks_wherever_it_strikes(full: Store) -> None:
+def test_a_signal_handler_forks_wherever_it_strikes(full_path: Path) -> None:
+    in_small_process(fork_in_a_handler, full_path)
+
+
+def fork_in_a_handler(path: Path) -> None:
+    full = Store(path, memory=0)
     children: list[int] = []
 
     def fork(*_: object) -> None:
@@ -228,6 +250,8 @@ def test_a_child_reads_on_while_others_open_the_index_its_parent_has_closed(tmp_
 
 
 def test_a_child_names_its_work_while_its_parent_does(store: Store) -> None:
+    from castore.adapters.datasets import scratch  # which takes a second: the small processes do without
+
     is_held, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -192,7 +192,7 @@ def test_crowds_and_kills_come_through_with_clocks_that_differ(
     figure: Callable[[str], None],
 ) -> None:
     clock(jump)
-    crowd(store, scale(1, 30))
+    crowd(store, scale(0, 30))
     kills = scale(6, 100)
     kill_at_random(tmp_path / "killed", kills)
 

@@ -40,9 +40,9 @@ class Healthy(NamedTuple):
     entries: list[Entry]
 
 
-def filled(path: Path) -> dict[str, bytes]:
-    """A store with loose, packed and raw blobs, and index pages of every kind; closed, so without a WAL."""
-    kept = {f"folder-{n % 7}/{n:05d}": mixed(300 + n, n) for n in range(500)}
+def filled(path: Path, packed: int) -> dict[str, bytes]:
+    """A store with loose, packed and raw blobs; closed, so without a WAL."""
+    kept = {f"folder-{n % 7}/{n:05d}": mixed(300 + n, n) for n in range(packed)}
     with Store(path, memory=0) as store:
         store.put_many(kept.items())
         for n in range(20):
@@ -53,18 +53,34 @@ def filled(path: Path) -> dict[str, bytes]:
     return kept
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Healthy:
-    path = tmp_path_factory.mktemp("index") / "store"
-    kept = filled(path)
+def healthy(path: Path, packed: int) -> Healthy:
+    kept = filled(path, packed)
     with Store(path, memory=0) as store:
         return Healthy(path, kept, [entry._replace(accessed=0) for entry in store.entries()])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Healthy:
+    """A store with index pages of every kind."""
+    return healthy(tmp_path_factory.mktemp("index") / "store", 500)
 
 
 @pytest.fixture
 def path(good: Healthy, tmp_path: Path) -> Path:
     """A copy of the good store, to be damaged."""
     return Path(shutil.copytree(good.path, tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Healthy:
+    """A store with blobs of the same kinds, for damage that does not depend on pages."""
+    return healthy(tmp_path_factory.mktemp("small") / "store", 50)
+
+
+@pytest.fixture
+def copied(small: Healthy, tmp_path: Path) -> Path:
+    """A copy of the small store, to be damaged."""
+    return Path(shutil.copytree(small.path, tmp_path / "store"))
 
 
 def kinds_of_pages(index: Path) -> dict[str, list[int]]:
@@ -310,10 +326,10 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "entry" in row or "time" in row or "expiry" in row])
-def test_a_name_whose_row_cannot_be_is_put_again_and_removed(path: Path, row: str) -> None:
-    with closing(sqlite3.connect(path / "index.sqlite", isolation_level=None)) as db:
+def test_a_name_whose_row_cannot_be_is_put_again_and_removed(copied: Path, row: str) -> None:
+    with closing(sqlite3.connect(copied / "index.sqlite", isolation_level=None)) as db:
         db.execute(ROWS[row])
-    with Store(path, memory=0) as store:
+    with Store(copied, memory=0) as store:
         store.put("folder-0/00000", b"anew")
         store.put_many([("folder-0/00007", b"anew too"), ("folder-8/00000", b"new")])
         assert store.get("folder-0/00000") == b"anew"
@@ -331,35 +347,35 @@ def test_a_name_whose_row_cannot_be_is_put_again_and_removed(path: Path, row: st
     ],
 )
 def test_gc_with_rows_that_cannot_be_ends_in_castores_words_and_makes_no_other_bytes(
-    good: Healthy, path: Path, row: str
+    small: Healthy, copied: Path, row: str
 ) -> None:
-    with closing(sqlite3.connect(path / "index.sqlite")) as db:
+    with closing(sqlite3.connect(copied / "index.sqlite")) as db:
         db.execute(ROWS[row])
         db.execute("UPDATE entries SET expires = 1.0 WHERE name LIKE 'folder-1%'")
         db.commit()
-    with suppress(CastoreError), Store(path, memory=0) as store:
+    with suppress(CastoreError), Store(copied, memory=0) as store:
         store.gc(grace=0, dry_run=True)
         with suppress(CastoreError):
-            store.delete_many(name for name in good.kept if name.startswith("folder-2"))
+            store.delete_many(name for name in small.kept if name.startswith("folder-2"))
         store.gc(grace=0)
         store.gc(grace=0, max_size=store.index.totals().stored // 2)
-    doctor.rebuild_index(path)
-    with Store(path, memory=0) as store:
-        assert all(store.get(name) in (None, data) for name, data in good.kept.items())
+    doctor.rebuild_index(copied)
+    with Store(copied, memory=0) as store:
+        assert all(store.get(name) in (None, data) for name, data in small.kept.items())
         assert store.verify().bad == []
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_that_cannot_be_are_misses_or_errors_and_are_mended(
-    good: Healthy, path: Path, tmp_path: Path, row: str
+    small: Healthy, copied: Path, tmp_path: Path, row: str
 ) -> None:
-    with closing(sqlite3.connect(path / "index.sqlite")) as db:
+    with closing(sqlite3.connect(copied / "index.sqlite")) as db:
         db.execute(ROWS[row])
         db.commit()
-    assert told_of(path, good.kept) in ("right", "miss", "error")
+    assert told_of(copied, small.kept) in ("right", "miss", "error")
     outside = sorted(os.listdir(tmp_path))
     try:
-        with Store(path, memory=0) as store:
+        with Store(copied, memory=0) as store:
             for entry in store.entries():
                 f"{entry.size:d} {entry.created:f} {entry.accessed:f} {entry.expires or 0.0:f}"
             store.stat()
@@ -369,6 +385,6 @@ def test_rows_that_cannot_be_are_misses_or_errors_and_are_mended(
     except CastoreError:
         pass
     assert sorted(os.listdir(tmp_path)) == outside
-    mend(path)
-    doctor.rebuild_index(path)
-    all_back(path, good)
+    mend(copied)
+    doctor.rebuild_index(copied)
+    all_back(copied, small)

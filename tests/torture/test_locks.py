@@ -23,6 +23,7 @@ from tests.torture import test_readers, test_windows
 from tests.torture.crowd import crowd
 from tests.torture.random_kills import kill_at_random
 from tests.torture.windows import WINDOWS, Window
+from tests.warm import WarmPython
 
 HERE = Path(__file__).parent
 #: The module that every Python started by a test imports first.
@@ -70,7 +71,7 @@ def granted(monkeypatch: pytest.MonkeyPatch, daemons: Path) -> list[int]:
 def test_without_locks_kills_lose_nothing_that_was_acknowledged(
     tmp_path: Path, scale: Callable[[int, int], int], figure: Callable[[str], None]
 ) -> None:
-    count = scale(25, 300)
+    count = scale(15, 300)
     kill_at_random(tmp_path / "store", count)
     figure(f"{count} kills without locks: nothing lost")
 
@@ -78,7 +79,7 @@ def test_without_locks_kills_lose_nothing_that_was_acknowledged(
 def test_without_locks_sixteen_processes_do_everything_at_once(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
-    seconds = scale(1.5, 30.0)
+    seconds = scale(0.5, 30.0)
     figure(
         f"16 processes did {crowd(store, seconds):,} operations in {seconds:.0f} s without locks; no error"
     )
@@ -99,10 +100,11 @@ def test_without_locks_files_maps_and_a_data_loader_read_on_while_gc_removes_eve
     store: Store,
     tmp_path: Path,
     daemons: Path,
+    warm_torch: WarmPython,
     scale: Callable[[float, float], float],
     figure: Callable[[str], None],
 ) -> None:
-    test_readers.reads_on_while_gc_removes_everything(store, tmp_path, scale(1.0, 30.0), figure)
+    test_readers.reads_on_while_gc_removes_everything(store, tmp_path, warm_torch, scale(1.0, 30.0), figure)
     assert daemons.exists(), "the daemon's locks were not broken"
 
 

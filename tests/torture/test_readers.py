@@ -23,6 +23,7 @@ from castore.objects.codecs import FRAME_SIZE
 from tests.helpers import agrees_with_disk, in_processes, mixed, noise, object_files, text
 from tests.mount.conftest import finish, forget_pages, program, until
 from tests.torture.kills import after, pause, paused
+from tests.warm import WarmPython
 
 KINDS = {
     "zstd": (mixed(5 * FRAME_SIZE + 5), "zstd"),
@@ -79,7 +80,7 @@ def held(store: Store, root: Path) -> Iterator[list[tuple[str, Range]]]:
 
 
 def reads_on_while_gc_removes_everything(
-    store: Store, tmp_path: Path, seconds: float, figure: Callable[[str], None]
+    store: Store, tmp_path: Path, warm: WarmPython, seconds: float, figure: Callable[[str], None]
 ) -> None:
     """Hold everything open in every way, let gc remove all of it, and assert that reads continue."""
     pytest.importorskip("torch")
@@ -97,7 +98,7 @@ def reads_on_while_gc_removes_everything(
         return removed
 
     with castore_fuse.mounted(store) as root, held(store, root) as ways:
-        with program("tests.mount.training", root / "tokens.npy", "epochs") as training:
+        with program(warm, "tests.mount.training", root / "tokens.npy", "epochs") as training:
             end = time.monotonic() + seconds
             with ThreadPoolExecutor(1) as pool:
                 collecting = pool.submit(in_processes, 1, lambda _: collect_until(end), timeout=seconds + 300)
@@ -124,16 +125,20 @@ def reads_on_while_gc_removes_everything(
 
 
 def test_files_maps_and_a_data_loader_read_on_while_gc_removes_everything(
-    store: Store, tmp_path: Path, scale: Callable[[float, float], float], figure: Callable[[str], None]
+    store: Store,
+    tmp_path: Path,
+    warm_torch: WarmPython,
+    scale: Callable[[float, float], float],
+    figure: Callable[[str], None],
 ) -> None:
-    reads_on_while_gc_removes_everything(store, tmp_path, scale(1.5, 60.0), figure)
+    reads_on_while_gc_removes_everything(store, tmp_path, warm_torch, scale(0.7, 60.0), figure)
 
 
 def test_a_name_that_is_replaced_all_the_time_is_never_a_miss(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
     """Regression: gc removed the old bytes between a reader's query and its open, and the reader gave up."""
-    seconds = scale(1.5, 30.0)
+    seconds = scale(0.7, 30.0)
     store.put("name", noise(20_000))
 
     def act(process: int) -> int:

@@ -140,13 +140,13 @@ def test_only_a_kill_of_the_daemon_is_felt_and_nothing_leaks(
     scale: Callable[[float, float], float],
     figure: Callable[[str], None],
 ) -> None:
-    seconds, path = scale(2.0, 1200.0), tmp_path / "store"
+    seconds, path = scale(1.0, 1200.0), tmp_path / "store"
     with Store(path, memory=0) as store:
         for version in range(VERSIONS):
             store.put_many((f"n/{number}", value(number, version)) for number in range(NAMES))
     # The store is closed before all forks, so that each process has only descriptors of its own.
     castore_fuse.mount(path, mountpoint, cache_size=_CACHE)
-    worked, kills = all_at_once(path, mountpoint, seconds, between=scale(1.0, 60.0))
+    worked, kills = all_at_once(path, mountpoint, seconds, between=scale(0.5, 60.0))
     readers, collector, writers = worked[:READERS], worked[READERS], worked[READERS + 1 :]
     retries = retries_of(readers, kills)
     assert retries, "no reader felt a kill: nothing was tested"

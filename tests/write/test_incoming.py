@@ -37,6 +37,7 @@ SIZES = [
     0, 1, FRAME_SIZE - 1, FRAME_SIZE, FRAME_SIZE + 1, BUFFERED_BYTES - 1, BUFFERED_BYTES, BUFFERED_BYTES + 1,
     BUFFERED_BYTES + FRAME_SIZE, BUFFERED_BYTES + 5 * FRAME_SIZE + 12_345,
 ]  # fmt: skip
+CODECS = ["auto", "zstd", "lz4", "gzip", "none"]
 
 
 def in_tmp(store: Store) -> list[Path]:
@@ -44,8 +45,14 @@ def in_tmp(store: Store) -> list[Path]:
     return [path for path in (store.path / "tmp").iterdir() if path.is_file()]
 
 
-@pytest.mark.parametrize("codec", ["auto", "zstd", "lz4", "gzip", "none"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "codec"),
+    [  # each size with two codecs that are neighbours, and in `make torture` with all
+        pytest.param(size, codec, marks=[pytest.mark.matrix] * ((row + column) % len(CODECS) > 1))
+        for row, size in enumerate(SIZES)
+        for column, codec in enumerate(CODECS)
+    ],
+)
 def test_a_stream_is_kept_as_it_was_read(store: Store, size: int, codec: str) -> None:
     data = mixed(size)
     seen: list[int] = []
