@@ -332,7 +332,7 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=300 if LONG else 8,
+    max_examples=300 if LONG else 5,
     stateful_step_count=40 if LONG else 20,
     deadline=None,
     derandomize=not LONG,
