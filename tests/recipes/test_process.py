@@ -120,8 +120,18 @@ process:
 }
 
 
-@pytest.mark.parametrize("name", SEED)
-@pytest.mark.parametrize("words", [[], ["--cache_compress", "zstd"], ["--use_cache", "false"]], ids=" ".join)
+_WORDS: list[list[str]] = [[], ["--cache_compress", "zstd"], ["--use_cache", "false"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        # Each example alone, and one after the other with some words more; `make torture` has all of both.
+        pytest.param(name, words, marks=[pytest.mark.matrix] * (at > 0 and at != place))
+        for at, words in enumerate(_WORDS)
+        for place, name in enumerate(SEED)
+    ],
+)
 def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str, words: list[str]) -> None:
     (place / "your_config.yaml").write_text(SEED[name].replace("{dir}", str(place)))
     ran = here("--config", "your_config.yaml", *words)

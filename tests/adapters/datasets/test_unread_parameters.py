@@ -226,8 +226,8 @@ def test_statistics_of_our_own_filters_hit_under_another_threshold(
 def test_hashes_of_our_own_deduplicators_stay_under_another_threshold(
     store: Store, name: str, unread: dict[str, Any], read: dict[str, Any]
 ) -> None:
-    words = [f"word{number % 97} word{number % 89} word{number % 83}" for number in range(6000)]
-    data = datasets.Dataset.from_dict({"text": [" ".join(words[at : at + 8]) for at in range(0, 6000, 2)]})
+    words = [f"word{number % 97} word{number % 89} word{number % 83}" for number in range(3000)]
+    data = datasets.Dataset.from_dict({"text": [" ".join(words[at : at + 8]) for at in range(0, 3000, 2)]})
     Pipeline([registry.make(name)], store=store).run(data)
     for parameters, reused in ((unread, len(data)), (read, 0)):
         pipeline = Pipeline([registry.make(name, parameters)], store=store)
