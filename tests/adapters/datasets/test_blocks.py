@@ -332,7 +332,7 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=300 if LONG else 6,
+    max_examples=300 if LONG else 10,
     stateful_step_count=40 if LONG else 20,
     deadline=None,
     derandomize=not LONG,
