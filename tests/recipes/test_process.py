@@ -350,11 +350,11 @@ def test_estimate_says_what_it_would_take(cli: Cli, place: Path) -> None:  # noq
 
 
 def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> None:  # noqa: F811
-    assert cli("init", "--max-size", "300KB").code == 0
+    assert cli("init", "--max-size", "100KB").code == 0
     ran = cli("process", "--config", recipe(place))
     assert ran.code == 0
     assert "castore: the steps take about" in ran.err
-    assert "in a store that may hold 300 KB" in ran.err
+    assert "in a store that may hold 100 KB" in ran.err
     assert exported(place) == expected(place)
 
 

@@ -261,9 +261,9 @@ def test_one_object_over_several_lines_is_read_as_it_is(tmp_path: Path, name: st
 
 
 def test_what_a_string_is_does_not_hang_on_the_rows_around_it(tmp_path: Path) -> None:
-    # More rows of each kind than one read returns.
-    words = [{"pad": "word " * 300, "t": "words"}] * 8_000
-    dates = [{"pad": "2024-01-02", "t": "2024-01-02T03:04:05Z"}] * 250_000
+    # More rows of each kind than one read returns, which takes 10 MB.
+    words = [{"pad": "words", "t": "words", "long": "word " * 300}] * 8_000
+    dates = [{"pad": "2024-01-02", "t": "2024-01-02T03:04:05Z", "long": "word " * 300}] * 8_000
     for number, rows in enumerate(([*words, *dates], [*dates, *words])):
         (tmp_path / "a.jsonl").write_text(lines_of(rows))
         dataset = sources.read(sources.find(tmp_path / "a.jsonl"), tmp_path / f"work{number}")
