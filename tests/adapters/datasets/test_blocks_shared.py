@@ -26,7 +26,7 @@ from tests.helpers import in_processes
 from tests.mount.conftest import until
 from tests.remote.nodes import several_nodes
 
-ROWS = 2000
+ROWS = 2600
 #: Rows of about 620 bytes: a block has some two hundred of them, and the first one a thousand.
 _PAD, _BLOCK_BYTES = "x" * 600, 1 << 17
 
