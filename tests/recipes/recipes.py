@@ -111,11 +111,11 @@ def place(folder: Path, sources: dict[str, list[Any]]) -> Iterator[Path]:  # noq
     rows = zip(sources["text"], range(len(sources["text"])), strict=True)
     (root / "data").mkdir()
     # Operators take longer for longer texts, and no promise is about the length.
-    lines = [json.dumps({"text": text[:2000], "n": n}) for text, n in rows]
+    lines = [json.dumps({"text": text[:600], "n": n}) for text, n in rows]
     # Every filter finds something here.
     lines += [
         json.dumps({"text": text, "n": -1})
-        for text in ("short", "-" * 500, *(text[:2000] for text in sources["text"][:5]))
+        for text in ("short", "-" * 500, *(text[:600] for text in sources["text"][:5]))
     ]
     (root / "data" / "demo.jsonl").write_text("\n".join(lines) + "\n")
     (root / "my_ops.py").write_text(MODULE)

@@ -56,8 +56,15 @@ def make(root: Path, **keys: Any) -> Recipe:
     return Recipe(export_path=str(root / "out.jsonl"), process=[upper, Odd()], **keys)
 
 
-@pytest.mark.parametrize("unit", [1, 1 << 21], ids=["each file", "files together"])
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(
+    ("kind", "unit"),
+    [
+        # Each file read alone, or files together, in turn; `make torture` has both for each kind.
+        pytest.param(kind, unit, marks=[pytest.mark.matrix] * (number % 2 != at))
+        for number, kind in enumerate(WRITERS)
+        for at, unit in enumerate((1, 1 << 21))
+    ],
+)
 def test_a_row_leads_to_its_file(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str, unit: int
 ) -> None:

@@ -170,9 +170,10 @@ def test_files_that_differ_give_what_reading_all_at_once_gives(reading: Reading,
             (reading.folder / name).write_bytes(content.encode())
         else:
             write_lines(reading.folder / name, content)
-    assert_equal_or_both_refused(reading)
+    whole = rows_or_error(reading.read_whole)
+    assert rows_or_error(reading.read) == whole
     wait()
-    assert_equal_or_both_refused(reading)
+    assert rows_or_error(reading.read) == whole
 
 
 def assert_equal_or_both_refused(reading: Reading) -> None:
@@ -305,7 +306,7 @@ def test_files_behind_another_column_that_depend_on_each_other_are_tried_once(re
 
 @pytest.mark.torture
 @settings(
-    max_examples=60 if LONG else 15,
+    max_examples=60 if LONG else 8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -353,7 +354,7 @@ FILES = st.lists(
 
 @pytest.mark.torture
 @settings(
-    max_examples=60 if LONG else 25,
+    max_examples=60 if LONG else 15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -384,7 +385,7 @@ EDITS = st.lists(
 
 
 @pytest.mark.torture
-@settings(max_examples=25 if LONG else 10, deadline=None)
+@settings(max_examples=25 if LONG else 6, deadline=None)
 @given(EDITS)
 def test_any_edits_of_a_folder_read_new_content_alone(
     tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[str, int, int]]
@@ -454,7 +455,7 @@ def lower(sample: Row) -> Row:
 
 
 def test_a_line_changed_within_a_large_file_runs_its_blocks_alone(reading: Reading) -> None:
-    rows = [{"text": f"{n} " + "word " * (n % 9), "tag": None if n % 3 else f"{n}"} for n in range(2500)]
+    rows = [{"text": f"{n} " + "word " * (n % 9), "tag": None if n % 3 else f"{n}"} for n in range(1700)]
     path = reading.folder / "0.jsonl"
     write_lines(path, rows)
     pipeline = Pipeline([lower], store=reading.store)
@@ -465,20 +466,20 @@ def test_a_line_changed_within_a_large_file_runs_its_blocks_alone(reading: Readi
     result = pipeline.run(runner.open_source(source, reading.store, cached=True, codec="zstd"))
     assert result.dataset["text"][:] == [str(row["text"]).upper() for row in rows]
     [step] = result.steps
-    assert step.rows_in == 2500
-    assert step.rows_reused > 2100
+    assert step.rows_in == 1700
+    assert step.rows_reused > 1400
 
 
 def test_a_new_file_costs_its_rows_in_every_step(reading: Reading) -> None:
-    for number in range(30):
+    for number in range(20):
         write_lines(reading.folder / f"{number:02d}.jsonl", rows_of(number, 100))
     pipeline = Pipeline([lower], store=reading.store)
     pipeline.run(runner.open_source(sources.find(reading.folder), reading.store, cached=True, codec="zstd"))
-    write_lines(reading.folder / "25b.jsonl", rows_of(99, 100))
+    write_lines(reading.folder / "15b.jsonl", rows_of(99, 100))
     dataset = runner.open_source(sources.find(reading.folder), reading.store, cached=True, codec="zstd")
     [step] = pipeline.run(dataset).steps
-    assert step.rows_in == 3100
-    assert 100 <= 3100 - step.rows_reused < 600
+    assert step.rows_in == 2100
+    assert 100 <= 2100 - step.rows_reused < 600
 
 
 def shorter(sample: Row) -> Row:
@@ -486,27 +487,27 @@ def shorter(sample: Row) -> Row:
 
 
 def test_explain_names_files_that_are_new_or_changed_or_gone_or_moved(reading: Reading) -> None:
-    for number in range(30):
+    for number in range(20):
         write_lines(reading.folder / f"{number:02d}.jsonl", rows_of(number, 100))
     recipe = Recipe(
         str(reading.folder), str(reading.folder.parent / "out.jsonl"), [lower, shorter], project_name="p"
     )
     runner.process(recipe, store=reading.store)
     assert all(step.hit for step in runner.explain(recipe, reading.store))
-    write_lines(reading.folder / "25b.jsonl", rows_of(99, 100))
-    write_lines(reading.folder / "20.jsonl", rows_of(20, 101))
-    (reading.folder / "15.jsonl").unlink()
-    (reading.folder / "22.jsonl").rename(reading.folder / "22 moved.jsonl")
+    write_lines(reading.folder / "17b.jsonl", rows_of(99, 100))
+    write_lines(reading.folder / "14.jsonl", rows_of(14, 101))
+    (reading.folder / "12.jsonl").unlink()
+    (reading.folder / "16.jsonl").rename(reading.folder / "16 moved.jsonl")
     reading.files.clear()
     first, second = runner.explain(recipe, reading.store)
     assert reading.files == []  # the new file is not read for that
     assert first.files is not None
     names = {what: [Path(p).name for p in paths] for what, paths in dataclasses.asdict(first.files).items()}
     assert names == {
-        "new": ["25b.jsonl"], "changed": ["20.jsonl"], "gone": ["15.jsonl"], "moved": ["22 moved.jsonl"]
+        "new": ["17b.jsonl"], "changed": ["14.jsonl"], "gone": ["12.jsonl"], "moved": ["16 moved.jsonl"]
     }  # fmt: skip
-    sentence = "1 file is new (25b.jsonl), 1 file has changed (20.jsonl), 1 file is gone (15.jsonl), "
-    assert first.changes == [sentence + "1 file was moved (22 moved.jsonl)"]
+    sentence = "1 file is new (17b.jsonl), 1 file has changed (14.jsonl), 1 file is gone (12.jsonl), "
+    assert first.changes == [sentence + "1 file was moved (16 moved.jsonl)"]
     assert second.files is None
     ran = runner.process(recipe, store=reading.store).steps
     for explained, step in zip((first, second), ran, strict=True):
@@ -517,7 +518,7 @@ def test_explain_names_files_that_are_new_or_changed_or_gone_or_moved(reading: R
         assert 2 <= run <= 6  # small blocks run with their neighbours
         assert explained.rows_reused is not None
         assert abs(explained.rows_reused - step.rows_reused) < 200
-        assert step.rows_reused > 2000
+        assert step.rows_reused > 1200
         assert str(explained).endswith(
             f"{run} of {explained.blocks_in} blocks run, and {explained.rows_reused:,} rows do not"
         )
@@ -713,7 +714,7 @@ def test_a_store_without_room_for_the_files_reads_them_all_the_same(tmp_path: Pa
         lines = [json.dumps({"text": os.urandom(3000).hex()}) for _ in range(100)]
         (tmp_path / "data" / f"{number}.jsonl").write_text("\n".join(lines))
     source = sources.find(tmp_path / "data")
-    with Store(tmp_path / "store", memory=0, max_size="1MB") as store, small_blocks():
+    with Store(tmp_path / "store", memory=0, max_size="1MB") as store, small_blocks(1 << 16, 10_000):
         with pytest.warns(CacheWarning, match="read together, so a change of one .* no room for all of them"):
             rows = told(runner.open_source(source, store, cached=True, codec="zstd"))
         with pytest.warns(CacheWarning, match="was not stored"):

@@ -120,8 +120,18 @@ process:
 }
 
 
-@pytest.mark.parametrize("name", SEED)
-@pytest.mark.parametrize("words", [[], ["--cache_compress", "zstd"], ["--use_cache", "false"]], ids=" ".join)
+_WORDS: list[list[str]] = [[], ["--cache_compress", "zstd"], ["--use_cache", "false"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        # Each example alone, and one after the other with some words more; `make torture` has all of both.
+        pytest.param(name, words, marks=[pytest.mark.matrix] * (at > 0 and at != place))
+        for at, words in enumerate(_WORDS)
+        for place, name in enumerate(SEED)
+    ],
+)
 def test_the_seeds_examples_run(here: Callable[..., Ran], place: Path, name: str, words: list[str]) -> None:
     (place / "your_config.yaml").write_text(SEED[name].replace("{dir}", str(place)))
     ran = here("--config", "your_config.yaml", *words)
@@ -340,11 +350,11 @@ def test_estimate_says_what_it_would_take(cli: Cli, place: Path) -> None:  # noq
 
 
 def test_what_will_not_fit_is_said_before_it_starts(cli: Cli, place: Path) -> None:  # noqa: F811
-    assert cli("init", "--max-size", "300KB").code == 0
+    assert cli("init", "--max-size", "100KB").code == 0
     ran = cli("process", "--config", recipe(place))
     assert ran.code == 0
     assert "castore: the steps take about" in ran.err
-    assert "in a store that may hold 300 KB" in ran.err
+    assert "in a store that may hold 100 KB" in ran.err
     assert exported(place) == expected(place)
 
 

@@ -4,6 +4,7 @@ that are built with or without kept calls.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections import UserDict
@@ -99,25 +100,41 @@ def split(count: int, shards: int) -> list[list[int]]:
     return [list(range(*pair)) for pair in itertools.pairwise(ends)]
 
 
+@functools.cache
+def _generated(rows: Callable[..., Any], count: int, shards: int) -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": split(count, shards)})
+
+
+@functools.cache
+def _of_tables(count: int, shards: int) -> datasets.IterableDataset:
+    rows = datasets.Dataset.from_list([row(number) for number in range(count)])
+    return rows.to_iterable_dataset(num_shards=shards)
+
+
+def _anew(stream: datasets.IterableDataset) -> datasets.IterableDataset:
+    """The same stream at its beginning: of one that nobody has iterated.
+
+    The rows are shared, for to make them takes longer than most tests; the place in them is each one's own.
+    """
+    stream = copy.copy(stream)
+    assert not hasattr(stream._ex_iterable, "ex_iterable"), "its place would be shared"
+    stream._ex_iterable = copy.copy(stream._ex_iterable)
+    return stream
+
+
 def from_python(count: int = ROWS, shards: int = 3) -> datasets.IterableDataset:
     """A stream of Python objects."""
-    return datasets.IterableDataset.from_generator(made_rows, gen_kwargs={"shards": split(count, shards)})
+    return _anew(_generated(made_rows, count, shards))
 
 
 def from_odd(count: int = ROWS, shards: int = 2) -> datasets.IterableDataset:
     """A stream of Python objects that Arrow would change."""
-    return datasets.IterableDataset.from_generator(odd_rows, gen_kwargs={"shards": split(count, shards)})
-
-
-@functools.cache
-def _made(count: int) -> datasets.Dataset:
-    """Rows, made once: streams of them change nothing."""
-    return datasets.Dataset.from_list([row(number) for number in range(count)])
+    return _anew(_generated(odd_rows, count, shards))
 
 
 def from_arrow(count: int = ROWS, shards: int = 3) -> datasets.IterableDataset:
     """A stream of Arrow tables, with features."""
-    return _made(count).to_iterable_dataset(num_shards=shards)
+    return _anew(_of_tables(count, shards))
 
 
 # --- functions ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.errors import InvalidValueError, NotFoundError
 from castore.recipes import make
 from tests.adapters.datasets.small_blocks import small_blocks
-from tests.helpers import flip, payload
+from tests.helpers import LONG, flip, payload
 
 STATS = "__dj__stats__"
 COUNT = 2500
@@ -228,7 +228,12 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=300)
 KINDS = {"map": upper, "filter": Short(), "batched": Batched(), "dedup": make("document_deduplicator")}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.torture
+@settings(
+    max_examples=60 if LONG else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(LENGTHS, st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4), st.data())
 def test_no_row_is_ever_told_wrongly(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], kinds: list[str], data: Any

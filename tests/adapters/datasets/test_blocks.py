@@ -141,7 +141,7 @@ def outcome(make: Callable[[], Any]) -> Any:
 class Edits(RuleBasedStateMachine):
     """Edits the input, the operators' parameters and the store between runs."""
 
-    @initialize(rows=st.integers(1, 300))
+    @initialize(rows=st.integers(1, 300 if LONG else 180))
     def begin(self, rows: int) -> None:
         self.blocks = small_blocks()
         self.blocks.__enter__()
@@ -202,7 +202,7 @@ class Edits(RuleBasedStateMachine):
     def shuffle(self, seed: int) -> None:
         random.Random(seed).shuffle(self.rows)
 
-    @precondition(lambda self: len(self.rows) < 250)
+    @precondition(lambda self: len(self.rows) < (250 if LONG else 150))
     @rule(place=st.integers(0, 400))
     def repeat(self, place: int) -> None:
         self.rows += self.rows[place % (len(self.rows) + 1) :]
@@ -332,7 +332,7 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=300 if LONG else 8,
+    max_examples=300 if LONG else 10,
     stateful_step_count=40 if LONG else 20,
     deadline=None,
     derandomize=not LONG,

@@ -17,9 +17,9 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from tests.adapters.datasets.small_blocks import small_blocks, told
 
 STATS = "__dj__stats__"
-COUNT, MORE = 1500, 60
+COUNT, MORE = 1300, 60
 #: Bytes and rows of a block. A pipeline writes 1,000 rows at a time, so its first block has as many.
-BYTES, ROWS = 6400, 100
+BYTES, ROWS = 3200, 50
 
 
 class Ran:
@@ -48,7 +48,7 @@ def rows(count: int) -> datasets.Dataset:
     """Texts, some of them equal."""
     return datasets.Dataset.from_dict(
         {
-            "text": [f"{n % 1200} " + "word " * (n * 7 % 11) for n in range(count)],
+            "text": [f"{n % 1100} " + "word " * (n * 7 % 11) for n in range(count)],
             "number": list(range(count)),
             "tags": [None if n % 7 == 0 else [{"b": n, "a": "x"}] * (n % 3) for n in range(count)],
         }
@@ -88,7 +88,7 @@ class OtherStats:
 
     def process(self, sample: dict[str, Any]) -> bool:
         ran()
-        return bool((sample[STATS]["share"] or 0) < 430)
+        return bool((sample[STATS]["share"] or 0) < 400)
 
 
 class Batched:
@@ -145,7 +145,7 @@ class Fails:
 
     def process(self, sample: dict[str, Any]) -> dict[str, Any]:
         ran()
-        return {"n": 1 // (sample["number"] - 1377)}
+        return {"n": 1 // (sample["number"] - 1277)}
 
 
 OPERATORS: dict[str, Callable[[], list[Any]]] = {
@@ -174,7 +174,8 @@ def outcome(make: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "num_proc"),
     [
-        *((name, None) for name in OPERATORS),
+        # Two filters begin with that of "a filter".
+        *(pytest.param(name, None, marks=[pytest.mark.matrix] * (name == "a filter")) for name in OPERATORS),
         pytest.param("all", 2, marks=pytest.mark.matrix),
         ("an error late", 2),
     ],
@@ -207,7 +208,7 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     data = rows(COUNT)
     Pipeline(operators, store=store).run(data)
     Ran.rows = 0
-    less = data.select([n for n in range(COUNT) if n != 1250])
+    less = data.select([n for n in range(COUNT) if n != 1150])
     result = Pipeline(operators, store=store).run(less)
     assert 0 < Ran.rows < 6 * 12 * ROWS
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)
@@ -293,7 +294,7 @@ class ChangesText(CountedHashes):
     """A deduplicator that changes what it is given, in one row late."""
 
     def compute_hash(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return super().compute_hash(sample | {"text": "x" if sample["number"] == 1377 else sample["text"]})
+        return super().compute_hash(sample | {"text": "x" if sample["number"] == 1177 else sample["text"]})
 
 
 def twice(count: int) -> datasets.Dataset:

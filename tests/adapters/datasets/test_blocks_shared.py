@@ -21,13 +21,14 @@ from castore.adapters.datasets import Pipeline, cached_filter, cached_map
 from castore.adapters.datasets.block_claims import BlockClaims
 from castore.errors import InvalidValueError
 from castore.remote.folder_bucket import FolderBucket
+from tests.adapters.datasets.small_blocks import small_blocks
 from tests.helpers import in_processes
 from tests.mount.conftest import until
 from tests.remote.nodes import several_nodes
 
-ROWS = 3000
-#: Rows of about 10 KB: a block has several hundred of them.
-_PAD = "x" * 10_000
+ROWS = 2600
+#: Rows of about 620 bytes: a block has some two hundred of them, and the first one a thousand.
+_PAD, _BLOCK_BYTES = "x" * 600, 1 << 17
 
 
 def rows(count: int = ROWS) -> datasets.Dataset:
@@ -39,7 +40,7 @@ def rows(count: int = ROWS) -> datasets.Dataset:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Has the stores `node0` to `node3` of four nodes, and the remote."""
-    with several_nodes(tmp_path):
+    with several_nodes(tmp_path), small_blocks(_BLOCK_BYTES, 10_000):
         yield tmp_path
 
 
@@ -195,7 +196,7 @@ def test_the_blocks_of_a_killed_node_are_run_by_another(folder: Path) -> None:
         with Store(folder / "node0", remote="team") as store:
             cached_map(rows(), function, store=store)
         os._exit(0)
-    until(lambda: (folder / "log").exists() and len(seen(folder)) > ROWS / 2)
+    until(lambda: (folder / "log").exists() and len(seen(folder)) > ROWS * 0.7)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with Store(folder / "node1", remote="team") as store:
@@ -259,7 +260,7 @@ def test_a_node_goes_on_with_a_guess_of_the_features_while_another_makes_the_fir
         other = pool.submit(run_other)
         # Without a guess, it would wait for the first block. A wrong one shows when values do not fit.
         try:
-            until(lambda: len(set(seen(folder))) > (1500 if late else ROWS - 300))
+            until(lambda: len(set(seen(folder))) > (1000 if late else ROWS - 300))
         finally:
             (folder / "go").touch()
         found = other.result(300)

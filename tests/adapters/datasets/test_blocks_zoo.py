@@ -428,6 +428,13 @@ class Case(NamedTuple):
 SMALL: dict[str, Any] = {"writer_batch_size": 20}
 BATCHED: dict[str, Any] = {"batched": True, "batch_size": 10, "writer_batch_size": 20}
 ALL_COLUMNS = ["text", "number", "label", "nested", "tags", "nothing"]
+
+
+def two_columns(data: datasets.Dataset) -> datasets.Dataset:
+    """Rows for functions whose results count: what is done with other columns, other cases show."""
+    return data.select_columns(["text", "number"])
+
+
 _GIVEN = datasets.Features(
     {
         "number": datasets.Value("int16"),
@@ -492,50 +499,50 @@ MAPS: dict[str, Case] = {
     ),
     "some columns": Case(of_arrays, SMALL, lambda data: data.with_format(None, columns=["number", "tags"])),
     "no change": Case(changes_nothing, SMALL),
-    "coroutines": Case(later, SMALL),
-    "coroutines, batched": Case(later_batch, BATCHED),
+    "coroutines": Case(later, SMALL, two_columns),
+    "coroutines, batched": Case(later_batch, BATCHED, two_columns),
     "coroutines, numbered": Case(later_numbered, {**SMALL, "with_indices": True}, reuses=False),
     "images": Case(an_image, SMALL),
     "labels as text": Case(label_as_text, SMALL),
-    "null, then texts": Case(null_then_texts, SMALL),
-    "texts, then None": Case(texts_then_none, SMALL),
-    "integers, then floats": Case(integers_then_floats, SMALL),
-    "integers, then whole floats": Case(integers_then_whole_floats, SMALL),
-    "floats, then integers": Case(floats_then_integers, SMALL),
-    "numbers of two widths": Case(numbers_of_two_widths, SMALL),
-    "numbers too wide": Case(numbers_too_wide, SMALL),
-    "mixed at once": Case(mixed_at_once, SMALL),
-    "mixed late": Case(mixed_late, SMALL),
-    "lists empty first": Case(lists_empty_first, SMALL),
-    "lists empty last": Case(lists_empty_last, SMALL),
-    "fields that come": Case(fields_that_come, SMALL),
-    "fields that go": Case(fields_that_go, SMALL),
-    "fields in turn": Case(fields_in_turn, SMALL),
-    "columns that come": Case(columns_that_come, SMALL),
-    "columns that go": Case(columns_that_go, SMALL),
-    "columns in another order": Case(columns_in_another_order, SMALL),
-    "batches whose types come": Case(batch_with_types_that_come, BATCHED),
-    "an error late": Case(fails_late, SMALL),
-    "an error at once": Case(fails_at_once, SMALL),
-    "no dictionary": Case(no_dict, SMALL),
+    "null, then texts": Case(null_then_texts, SMALL, two_columns),
+    "texts, then None": Case(texts_then_none, SMALL, two_columns),
+    "integers, then floats": Case(integers_then_floats, SMALL, two_columns),
+    "integers, then whole floats": Case(integers_then_whole_floats, SMALL, two_columns),
+    "floats, then integers": Case(floats_then_integers, SMALL, two_columns),
+    "numbers of two widths": Case(numbers_of_two_widths, SMALL, two_columns),
+    "numbers too wide": Case(numbers_too_wide, SMALL, two_columns),
+    "mixed at once": Case(mixed_at_once, SMALL, two_columns),
+    "mixed late": Case(mixed_late, SMALL, two_columns),
+    "lists empty first": Case(lists_empty_first, SMALL, two_columns),
+    "lists empty last": Case(lists_empty_last, SMALL, two_columns),
+    "fields that come": Case(fields_that_come, SMALL, two_columns),
+    "fields that go": Case(fields_that_go, SMALL, two_columns),
+    "fields in turn": Case(fields_in_turn, SMALL, two_columns),
+    "columns that come": Case(columns_that_come, SMALL, two_columns),
+    "columns that go": Case(columns_that_go, SMALL, two_columns),
+    "columns in another order": Case(columns_in_another_order, SMALL, two_columns),
+    "batches whose types come": Case(batch_with_types_that_come, BATCHED, two_columns),
+    "an error late": Case(fails_late, SMALL, two_columns),
+    "an error at once": Case(fails_at_once, SMALL, two_columns),
+    "no dictionary": Case(no_dict, SMALL, two_columns),
 }
 FILTERS: dict[str, Case] = {
     "rows": Case(is_even, SMALL, is_filter=True),
-    "the last rows": Case(is_late, SMALL, is_filter=True),
-    "no rows": Case(never, SMALL, is_filter=True),
+    "the last rows": Case(is_late, SMALL, two_columns, is_filter=True),
+    "no rows": Case(never, SMALL, two_columns, is_filter=True),
     "all rows": Case(always, SMALL, is_filter=True),
-    "by place in a batch": Case(third_of_batch, BATCHED, is_filter=True),
+    "by place in a batch": Case(third_of_batch, BATCHED, two_columns, is_filter=True),
     "numbered": Case(at_third, {**SMALL, "with_indices": True}, is_filter=True),
     "batched columns, numbered and ranked": Case(
         numbers_of_batch,
         {**BATCHED, "input_columns": "number", "with_indices": True, "with_rank": True},
         is_filter=True,
     ),
-    "coroutines": Case(is_even_later, SMALL, is_filter=True),
+    "coroutines": Case(is_even_later, SMALL, two_columns, is_filter=True),
     "arrays": Case(
         is_even, SMALL, lambda data: data.with_format("numpy", columns=["number"]), is_filter=True
     ),
-    "an error late": Case(fails_late, SMALL, is_filter=True),
+    "an error late": Case(fails_late, SMALL, two_columns, is_filter=True),
 }
 CASES = {f"map: {name}": case for name, case in MAPS.items()} | {
     f"filter: {name}": case for name, case in FILTERS.items()
@@ -574,7 +581,7 @@ def test_a_step_gives_what_datasets_gives_also_over_more_rows_and_runs_few_again
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.matrix] * (number % 2))
+        pytest.param(name, marks=[pytest.mark.matrix] * (number % 3 > 0))
         for number, name in enumerate(sorted(CASES)[::6])
     ],
 )
@@ -618,19 +625,18 @@ def test_blocks_whose_result_has_one_type_are_none_of_a_result_of_another(store:
         assert told(case.cached(data, store)) == told(case.plain(data))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_block_that_is_damaged_runs_again_and_no_other(seed: int, store: Store) -> None:
+def test_a_block_that_is_damaged_runs_again_and_no_other(store: Store) -> None:
     case = Case(size, SMALL)
     plain = told(case.plain(rows()))
     assert told(case.cached(rows(), store)) == plain
-    block = random.Random(seed).choice(list(store.entries(BLOCKS_FOLDER)))
-    path, offset, length = payload(store, block.name)
-    flip(path, offset + length // 2)
-    ran.rows = 0
-    with pytest.warns(CacheWarning, match="damaged and runs again"):
-        result = case.cached(rows(), store)
-    assert told(result) == plain
-    assert ran.rows == block.metadata["rows_in"]
+    for block in random.Random(0).sample(list(store.entries(BLOCKS_FOLDER)), 3):
+        path, offset, length = payload(store, block.name)
+        flip(path, offset + length // 2)
+        ran.rows = 0
+        with pytest.warns(CacheWarning, match="damaged and runs again"):
+            result = case.cached(rows(), store)
+        assert told(result) == plain
+        assert ran.rows == block.metadata["rows_in"]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -655,31 +661,34 @@ def test_ranks_and_last_batches_of_processes_are_those_of_datasets(store: Store)
 
 # --- inputs -------------------------------------------------------------------------------------------------
 
+#: Rows of most inputs, about four blocks.
+FEW = 105
+
 INPUTS: dict[str, Callable[[], Any]] = {
-    "shuffled": lambda: rows().shuffle(seed=5),
-    "selected": lambda: rows(2 * COUNT).select(range(1, 2 * COUNT, 2)),
-    "a part in the middle": lambda: rows(2 * COUNT).select(range(81, 81 + COUNT)),
-    "concatenated": lambda: datasets.concatenate_datasets([rows(60), rows(3), rows(100, first=40)]),
-    "the same twice": lambda: datasets.concatenate_datasets([rows(80), rows(80)]),
+    "shuffled": lambda: rows(FEW).shuffle(seed=5),
+    "selected": lambda: rows(2 * FEW).select(range(1, 2 * FEW, 2)),
+    "a part in the middle": lambda: rows(2 * FEW).select(range(51, 51 + FEW)),
+    "concatenated": lambda: datasets.concatenate_datasets([rows(40), rows(3), rows(60, first=30)]),
+    "the same twice": lambda: datasets.concatenate_datasets([rows(50), rows(50)]),
     "joined side by side": lambda: datasets.concatenate_datasets(
-        [rows(), datasets.Dataset.from_dict({"more": list(range(COUNT))})], axis=1
+        [rows(FEW), datasets.Dataset.from_dict({"more": list(range(FEW))})], axis=1
     ),
     "chosen, concatenated": lambda: datasets.concatenate_datasets(
-        [rows().select(range(9, 120, 2)), rows(40)]
+        [rows(FEW).select(range(9, 90, 2)), rows(40)]
     ),
-    "sorted": lambda: rows().sort("number", reverse=True),
-    "a shard": lambda: rows(3 * COUNT).shard(3, 1),
-    "one column": lambda: rows().select_columns(["number"]),
-    "renamed": lambda: rows().rename_column("text", "t").rename_column("t", "text"),
-    "cast": lambda: rows().cast_column("number", datasets.Value("int32")),
-    "splits": lambda: datasets.DatasetDict({"train": rows(), "test": rows(40), "none": rows(0)}),
-    "formatted": lambda: rows().with_format("numpy"),
-    "described": lambda: _with_description(rows()),
-    "matrices": lambda: _with_matrices(rows()),
-    "large texts": lambda: rows().cast_column("text", datasets.Value("large_string")),
-    "flattened": lambda: rows().select_columns(["number", "nested"]).flatten(),
-    "equal rows": lambda: datasets.Dataset.from_dict({"number": [7] * COUNT, "text": ["same"] * COUNT}),
-    "images of bytes": lambda: rows().map(an_image),
+    "sorted": lambda: rows(FEW).sort("number", reverse=True),
+    "a shard": lambda: rows(3 * FEW).shard(3, 1),
+    "one column": lambda: rows(FEW).select_columns(["number"]),
+    "renamed": lambda: rows(FEW).rename_column("text", "t").rename_column("t", "text"),
+    "cast": lambda: rows(FEW).cast_column("number", datasets.Value("int32")),
+    "splits": lambda: datasets.DatasetDict({"train": rows(FEW), "test": rows(40), "none": rows(0)}),
+    "formatted": lambda: rows(FEW).with_format("numpy"),
+    "described": lambda: _with_description(rows(FEW)),
+    "matrices": lambda: _with_matrices(rows(FEW)),
+    "large texts": lambda: rows(FEW).cast_column("text", datasets.Value("large_string")),
+    "flattened": lambda: rows(FEW).select_columns(["number", "nested"]).flatten(),
+    "equal rows": lambda: datasets.Dataset.from_dict({"number": [7] * FEW, "text": ["same"] * FEW}),
+    "images of bytes": lambda: rows(FEW).map(an_image),
     "one large row among many": lambda: datasets.Dataset.from_dict(
         {"number": list(range(100)), "text": ["x" * (20_000 if n == 50 else 10) for n in range(100)]}
     ),
@@ -786,10 +795,10 @@ def one_in_ten(sample: dict[str, Any]) -> bool:
 
 def test_few_rows_of_many_blocks_are_put_together_and_a_change_costs_those_around_it(store: Store) -> None:
     steps = [Case(one_in_ten, SMALL, is_filter=True), Case(number_twice, SMALL), Case(size, SMALL)]
-    for edit in (None, 1000, 300, 700):
-        data = large_rows(1500)
+    for edit in (None, 700, 300):
+        data = large_rows(1000)
         if edit is not None:
-            data = data.select([n for n in range(1500) if n != edit])
+            data = data.select([n for n in range(1000) if n != edit])
         plain, result = data, data
         for step in steps:
             plain = step.plain(plain)
@@ -816,8 +825,8 @@ def test_types_follow_from_the_rows_that_are_written_first_however_few_a_kept_fi
 
 CHANGES: dict[str, Callable[[datasets.Dataset], datasets.Dataset]] = {
     "shuffled": lambda data: data.shuffle(seed=3),
-    "selected": lambda data: data.select(range(5, 120, 3)),
-    "a part in the middle": lambda data: data.select(range(5, 120)),
+    "selected": lambda data: data.select(range(5, 95, 3)),
+    "a part in the middle": lambda data: data.select(range(5, 95)),
     "sorted": lambda data: data.sort("number", reverse=True),
     "concatenated": lambda data: datasets.concatenate_datasets([data, data.select(range(20)), data]),
     "joined side by side": lambda data: datasets.concatenate_datasets(
@@ -850,7 +859,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     """One store for all changes of kept rows: each finds the blocks of the ones before it."""
     first = Case(size, SMALL)
     with small_blocks(), Store(tmp_path_factory.mktemp("kept") / "store", memory=0) as store:
-        cached, plain = first.cached(rows(), store), first.plain(rows())
+        cached, plain = first.cached(rows(FEW), store), first.plain(rows(FEW))
         for case in NEXT_STEPS:
             assert told(case.cached(cached, store)) == told(case.plain(plain))
         wait()
@@ -927,23 +936,24 @@ def test_a_last_batch_that_is_dropped_is_dropped_also_where_it_is_a_block_of_its
     assert told(case.cached(data, store)) == plain
 
 
-@pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
-def test_a_step_that_does_not_fit_into_the_store_runs_once_all_the_same(part: float, tmp_path: Path) -> None:
-    chance = random.Random(part)
-    texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(2000)]
-    data = datasets.Dataset.from_dict({"number": list(range(2000)), "text": texts})
+def test_a_step_that_does_not_fit_into_the_store_runs_once_all_the_same(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    texts = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=300)) for _ in range(1000)]
+    data = datasets.Dataset.from_dict({"number": list(range(1000)), "text": texts})
     case = Case(size, SMALL)
+    plain = told(case.plain(data))
     with small_blocks(8192, 128):
         with Store(tmp_path / "large", memory=0) as store:
-            plain = told(case.cached(data, store))
+            case.cached(data, store)
             stored = sum(entry.stored for entry in store.entries(BLOCKS_FOLDER))
-        with Store(tmp_path / "small", memory=0, max_size=int(part * stored)) as store:
+        for part in (0.1, 0.4, 0.8):
             ran.rows = 0
-            with pytest.warns(CacheWarning, match="ran as one piece.* no room for the results of all blocks"):
-                assert told(case.cached(data, store)) == plain
-            with pytest.warns(CacheWarning, match="was not stored"):
-                wait()
-    assert ran.rows < 1.2 * len(data)
+            with Store(tmp_path / f"{part}", memory=0, max_size=int(part * stored)) as store:
+                with pytest.warns(CacheWarning, match="one piece.* no room for the results of all blocks"):
+                    assert told(case.cached(data, store)) == plain
+                with pytest.warns(CacheWarning, match="was not stored"):
+                    wait()
+            assert ran.rows < 1.2 * len(data)
 
 
 def some_none(sample: dict[str, Any]) -> Any:
@@ -1018,7 +1028,7 @@ def _sockets() -> int:
 
 
 def test_blocks_are_reused_without_progress_bars_and_with_them(store: Store) -> None:
-    data = large_rows(300)
+    data = large_rows(100)
     longer = datasets.concatenate_datasets([data, data.select([0])])
     step = Case(number_twice, SMALL)
     were_disabled = datasets.are_progress_bars_disabled()

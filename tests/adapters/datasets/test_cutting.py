@@ -280,7 +280,7 @@ def test_a_row_that_is_changed_inserted_or_deleted_changes_few_blocks(kind: str)
     chance = random.Random(kind)
     whole = _table(kind, 1200, chance)
     extra = _table(kind, 60, chance)
-    before = _digests(whole)
+    before, ends = _digests(whole), np.cumsum(_lengths([whole]))
     changed = []
     for number in range(60):
         place = chance.randrange(len(whole))
@@ -288,15 +288,10 @@ def test_a_row_that_is_changed_inserted_or_deleted_changes_few_blocks(kind: str)
         row = [extra.slice(number, 1)] if number % 3 else []
         after = _digests(pa.concat_tables([head, *row, tail]))
         changed.append(len(set(after) - set(before)))
-        assert after[: _block_of(place, whole)] == before[: _block_of(place, whole)]
+        same = int(np.searchsorted(ends, place, side="right"))  # blocks before that of the row
+        assert after[:same] == before[:same]
     assert max(changed) <= 12
     assert sum(changed) / len(changed) < 2.5
-
-
-def _block_of(place: int, table: pa.Table) -> int:
-    """The number of the block that a row lies in."""
-    ends = np.cumsum(_lengths([table]))
-    return int(np.searchsorted(ends, place, side="right"))
 
 
 def test_a_shuffle_of_blocks_costs_the_seams_alone() -> None:

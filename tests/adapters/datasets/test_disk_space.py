@@ -63,7 +63,8 @@ def test_steps_in_blocks_have_a_few_blocks_uncompressed_at_a_time_and_no_whole_c
 
 
 def test_the_estimate_of_a_pipeline_over_a_large_input_counts_blocks(tmp_path: Path) -> None:
-    data = datasets.Dataset.from_dict({"text": [str(number) * 4000 for number in range(9_000)]})
+    part = datasets.Dataset.from_dict({"text": [str(number) * 4000 for number in range(1000, 2000)]})
+    data = datasets.concatenate_datasets([part] * 9)
     with Store(tmp_path / "store") as store:
         found = Pipeline([str_length], store=store).estimate_space(data)
     assert found.size > 130_000_000

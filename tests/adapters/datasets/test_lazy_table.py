@@ -21,6 +21,7 @@ from castore.adapters.datasets import (
     Pipeline,
     cached_filter,
     cached_map,
+    lazy_table,
     wait,
 )
 from castore.adapters.datasets.lazy_table import LazyTable
@@ -30,13 +31,19 @@ from castore.recipes import export
 from tests.helpers import flip, payload
 from tests.warm import WarmPython
 
-# More than the 8 MiB that are read without mapping.
-ROWS, WIDTH = 1500, 6500
+# More than what is read without mapping, which is a fifth of what it is elsewhere.
+ROWS, WIDTH = 1500, 1300
+_HEAD_BYTES = lazy_table.HEAD_BYTES
+
+
+@pytest.fixture(autouse=True)
+def _small_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_table, "HEAD_BYTES", _HEAD_BYTES // 5)
 
 
 @pytest.fixture(scope="module")
 def plain() -> datasets.Dataset:
-    """10 MB that compress well."""
+    """2 MB that compress well."""
     rng = np.random.default_rng(1)
     text = [bytes(rng.integers(97, 105, WIDTH, dtype=np.uint8)).decode() for _ in range(ROWS)]
     return datasets.Dataset.from_dict({"text": text, "number": range(ROWS)})
@@ -246,8 +253,9 @@ def test_it_is_saved_and_put_again(
     assert cache.get("twice")["number"][:] == [*range(ROWS)] * 2
 
 
-def test_datasets_of_several_files_are_lazy_too(store: Store) -> None:
-    """A new file begins after 128 MiB."""
+def test_datasets_of_several_files_are_lazy_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file begins after 128 MiB, and 8 MiB are read without mapping."""
+    monkeypatch.setattr(lazy_table, "HEAD_BYTES", _HEAD_BYTES)
     block = datasets.Dataset.from_dict({"text": ["a" * 1_000_000] * 70, "number": range(70)})
     large = datasets.concatenate_datasets([block, block])
     cache = DatasetCache(store)
@@ -255,6 +263,7 @@ def test_datasets_of_several_files_are_lazy_too(store: Store) -> None:
     got = cache.get("large")
     assert len(got.cache_files) == 1
     assert [sample["number"] for sample in got] == [*range(70)] * 2
+    assert cache.get("large")[:8]["number"] == [*range(8)]
     assert copies(store) == 0
     both = datasets.concatenate_datasets([got, got.select([1])])
     assert pickle.loads(pickle.dumps(both))["number"] == [*range(70)] * 2 + [1]
@@ -382,12 +391,14 @@ import json, os, resource, sys
 import datasets
 from castore import Store
 from castore.adapters.datasets import cached_map
+from tests.adapters.datasets.small_blocks import small_blocks
 soft, hard = map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-texts = datasets.Dataset.from_dict({"text": [f"{n} " + "word " * 200 for n in range(20_000)]})
+texts = datasets.Dataset.from_dict({"text": [f"{n} " + "word " * 200 for n in range(2000)]})
 store = Store(sys.argv[1])
-result = cached_map(texts, lambda row: {"size": len(row["text"])}, store=store)
-right = [row["size"] for row in result] == [len(text) for text in texts["text"][:]]
+with small_blocks(1 << 17, 10_000):
+    result = cached_map(texts, lambda row: {"size": len(row["text"])}, store=store)
+    right = [row["size"] for row in result] == [len(text) for text in texts["text"][:]]
 blocks = len(list(store.entries(".datasets/blocks")))
 print(json.dumps([type(result._data).__name__, right, blocks, *resource.getrlimit(resource.RLIMIT_NOFILE)]))
 """
