@@ -26,7 +26,7 @@ from castore.errors import (
     NotFoundError,
     RemoteWarning,
 )
-from castore.gc import collect
+from castore.gc import GRACE_SECONDS
 from castore.index import mounts, places
 from castore.index.transaction import Write
 from castore.names import check_name, check_names, check_prefix, require_several
@@ -37,8 +37,6 @@ from castore.read.origin import BlobAccess, Origin
 from castore.read.source import ATTEMPTS
 from castore.read.tree_reader import TreeReader
 from castore.records import AWAY, LOST, Blob, Buffer, Entry, Found, Mount, Totals, parse_digest
-from castore.repair import verify
-from castore.serialize import serializers
 from castore.settings import store_folder
 from castore.system.ballast import Ballast, is_short
 from castore.system.local_files import explain_gone
@@ -50,9 +48,11 @@ from castore.write.incoming import NewFile
 from castore.write.putter import Putter, SupportsRead
 
 if TYPE_CHECKING:
+    from castore.gc.collect import Collected, Plan
     from castore.remote.outcomes import Progress, Pulled, Pushed
     from castore.remote.remote import Remote
     from castore.remote.shared_results import SharedResults, SharedTurn
+    from castore.repair.verify import Report
     from castore.shm.shared_frames import SharedFrames
 
 log = logging.getLogger("castore")
@@ -84,8 +84,18 @@ def _require(record: object, kind: type[Blob] | type[Entry], of: str) -> None:
         raise InvalidValueError(f"{of} takes what `Store.{source}` gives, not {type(record).__name__}")
 
 
+# The modules that serialise objects, collect, verify, or read from remotes are imported where they are used:
+# many programs do none of that, and the start of each command counts.
+
+
+def _make_room(parts: Parts, need: int) -> None:
+    from castore.gc import collect
+
+    collect.make_room(parts, need)
+
+
 def _find_origin(parts: Parts) -> Origin:
-    from castore.remote.origin import RemoteOrigin  # stores without remotes need none of it
+    from castore.remote.origin import RemoteOrigin
 
     return RemoteOrigin(parts)
 
@@ -184,7 +194,7 @@ class Store:
             self.path,
             self.settings,
             self._ballast,
-            collect.make_room,
+            _make_room,
             _find_origin,
             read_only=self.read_only,
             memory=parse_size(memory),
@@ -455,6 +465,8 @@ class Store:
         """The bytes of a value: bytes as they are, objects as the serializer writes them."""
         if serializer == "bytes":
             return value  # type: ignore[no-any-return]  # other types are refused later
+        from castore.serialize import serializers
+
         return serializers.dump(value, serializer, allow_pickle=self.allow_pickle)[1]
 
     def batch(
@@ -653,6 +665,8 @@ class Store:
                 metadata is not JSON-like.
             InvalidNameError, NameConflictError, InvalidValueError, TooLargeError, FullError: as for `put`.
         """
+        from castore.serialize import serializers
+
         used, data = serializers.dump(obj, serializer, allow_pickle=self.allow_pickle)
         return self.put(
             name, data, serializer=used, codec=codec, level=level, ttl=ttl, metadata=metadata, pin=pin
@@ -677,6 +691,8 @@ class Store:
         read = self.source.read(check_name(name))
         if read is None:
             return False, None
+        from castore.serialize import serializers
+
         return True, serializers.load(read.data, read.serializer, allow_pickle=self.allow_pickle)
 
     def get_or_compute(
@@ -721,7 +737,9 @@ class Store:
             raise InvalidValueError(f"compute is a function that is called, not {type(compute).__name__}")
         self._putter.make_spec(key, ttl, metadata, False, "bytes")
         if serializer is not None:
-            serializers.check_serializer(serializer)
+            from castore.serialize.serializers import check_serializer
+
+            check_serializer(serializer)
         with explain_gone(self.path), self._locks.hold(key):
             hit, value = self._load_valid(key, validate)
             if hit:
@@ -1200,25 +1218,25 @@ class Store:
         *,
         dry_run: Literal[False] = False,
         grace: float | str = ...,
-    ) -> collect.Collected: ...
+    ) -> Collected: ...
 
     @overload
     def gc(
         self, max_size: float | str | None = None, *, dry_run: Literal[True], grace: float | str = ...
-    ) -> collect.Plan: ...
+    ) -> Plan: ...
 
     @overload
     def gc(
         self, max_size: float | str | None = None, *, dry_run: bool, grace: float | str = ...
-    ) -> collect.Collected | collect.Plan: ...
+    ) -> Collected | Plan: ...
 
     def gc(
         self,
         max_size: float | str | None = None,
         *,
         dry_run: bool = False,
-        grace: float | str = collect.GRACE_SECONDS,
-    ) -> collect.Collected | collect.Plan:
+        grace: float | str = GRACE_SECONDS,
+    ) -> Collected | Plan:
         """Remove expired entries, the least recently used ones over the budget, and bytes without a name.
 
         Args:
@@ -1235,6 +1253,8 @@ class Store:
             InvalidValueError: ``max_size`` is no size, or ``grace`` no duration.
             FullError: the disk has no room to rewrite a pack; all else is done.
         """
+        from castore.gc import collect
+
         budget = self.settings.max_size if max_size is None else parse_budget(max_size)
         seconds = parse_duration(grace)
         with explain_gone(self.path):
@@ -1243,7 +1263,9 @@ class Store:
             self.index.require_writable()
             return self._collect(budget, seconds)
 
-    def _collect(self, budget: int | None, seconds: float) -> collect.Collected:
+    def _collect(self, budget: int | None, seconds: float) -> Collected:
+        from castore.gc import collect
+
         try:
             collected = self.parts.relieve(lambda: collect.run(self.parts, budget, seconds))
             if (self.path / layout.PAGES).is_dir():
@@ -1260,7 +1282,7 @@ class Store:
         repair: bool = False,
         sample: float = 1.0,
         progress: Callable[[int], object] | None = None,
-    ) -> verify.Report:
+    ) -> Report:
         """Read all blobs, or a sample, and set the damaged ones aside.
 
         Args:
@@ -1271,6 +1293,8 @@ class Store:
         Raises:
             InvalidValueError: ``sample`` is no part: more than 0, and at most 1.
         """
+        from castore.repair import verify
+
         sample = parse_part(sample, "sample")
         if repair:
             self.index.require_writable()
@@ -1411,6 +1435,8 @@ class Store:
             InvalidValueError: ``digests`` are no several digests.
             StoreError: a live mount does not answer.
         """
+        from castore.gc import collect
+
         several = require_several(digests, "remove_blobs", "digests")
         collect.remove_blobs(self.parts, [parse_digest(digest) for digest in several])
 

@@ -9,7 +9,8 @@ import typer
 
 from castore.cli.output import AsJson, abbreviate, plural, print_error, print_json, spinner
 from castore.cli.store_access import open_store
-from castore.gc.collect import GRACE_SECONDS, Collected, Plan
+from castore.gc import GRACE_SECONDS
+from castore.gc.collect import Collected, Plan
 from castore.units import format_duration, format_size, parse_budget
 
 

@@ -7,3 +7,7 @@ and lists a mount so that gc finds it.
 May import: write, index, objects, system, and the parts of a store.
 Must never: know the `Store`, or remove what a live process holds.
 """
+
+#: Seconds for which a blob stays after its last name was deleted or replaced, for callers that know the
+#: digest. Here, so that a store that collects nothing imports nothing to collect with.
+GRACE_SECONDS = 60.0

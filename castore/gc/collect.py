@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from castore.errors import FullError
-from castore.gc import compaction, leftovers
+from castore.gc import GRACE_SECONDS, compaction, leftovers
 from castore.gc.mount_barrier import MountBarrier
 from castore.index import deferred_refs, eviction, mounts, places
 from castore.index.database import CLOCK_SLACK, Index
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds for which a blob stays after its last name was deleted or replaced, for callers that know the
-#: digest.
-GRACE_SECONDS = 60.0
 #: A put that passes the budget evicts down to this part of it, so that the next puts do not evict again at
 #: once.
 EVICTION_TARGET = 0.9

@@ -8,8 +8,6 @@ unlinks the object.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -34,33 +32,11 @@ if TYPE_CHECKING:
 
     from castore.shm.shared_frames import ObjectFrames, SharedFrames
 
-_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
-_new_bytes.restype = ctypes.py_object
-_new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
-_address_of = ctypes.pythonapi.PyBytes_AsString
-_address_of.restype = ctypes.c_void_p
-_address_of.argtypes = [ctypes.py_object]
-_libc = ctypes.CDLL(None)
-_HUGE_PAGE = 2 * 1024 * 1024
 # Frames that a worker decodes in a row, at most, for a reader that takes them in order.
 _RUN = 8
 # One lock for all readers; each holds it for less than a microsecond. A lock per reader would have to be
 # replaced after a fork.
 _holds_lock = ForkSafeLock()
-
-
-def _writable_bytes(size: int) -> tuple[bytes, memoryview]:
-    """Return a new bytes object and a writable view of it. The caller fills it before other code sees it.
-
-    ``PyBytes_FromStringAndSize(NULL, n)`` is documented for this use. It saves one copy of a large blob.
-    """
-    data: bytes = _new_bytes(None, size)
-    if size >= 2 * _HUGE_PAGE:
-        # Page faults on 4 KiB pages would take half the time of a large read.
-        start = -(-_address_of(data) // _HUGE_PAGE) * _HUGE_PAGE
-        end = (_address_of(data) + size) // _HUGE_PAGE * _HUGE_PAGE
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
-    return data, memoryview((ctypes.c_char * size).from_address(_address_of(data))).cast("B")
 
 
 class BlobReader:
@@ -320,7 +296,9 @@ class BlobReader:
         try:
             # First: this compares the row with the file's length before `size` bytes are allocated.
             self.table()
-            data, view = _writable_bytes(self.blob.size)
+            from castore.objects.writable_bytes import writable_bytes
+
+            data, view = writable_bytes(self.blob.size)
             self._fill(view)
         except CorruptError as error:
             raise self._damaged(str(error)) from error

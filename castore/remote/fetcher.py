@@ -527,10 +527,10 @@ class Fetcher:
 
     def _tidy(self) -> None:
         """Free the disk space of evicted bytes in packs, and of the journal's old records."""
-        from castore.gc import collect  # not before it is needed: readers wait for the start
+        from castore.gc import GRACE_SECONDS, collect  # not before it is needed: readers wait for the start
 
         with suppress(CastoreError, OSError):  # no reader's business; the next time tries again
-            collect.run(self._parts, self._parts.settings.max_size, collect.GRACE_SECONDS)
+            collect.run(self._parts, self._parts.settings.max_size, GRACE_SECONDS)
             page_trim.trim(self._parts)
 
     def flush(self) -> None:

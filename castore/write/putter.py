@@ -18,7 +18,6 @@ from castore.index.transaction import Write
 from castore.names import check_name
 from castore.objects.codecs import FRAME_SIZE, check_codec
 from castore.records import Buffer, Entry, EntrySpec, parse_digest
-from castore.serialize.serializers import check_serializer
 from castore.settings import Settings
 from castore.system.local_files import raise_if_gone
 from castore.system.sql_errors import SQL_ERRORS, is_full
@@ -68,7 +67,10 @@ class Putter:
     ) -> EntrySpec:
         """The specification of an entry, checked."""
         check_name(name)
-        check_serializer(serializer)
+        if serializer != "bytes":  # most are, and the module takes a fifteenth of castore's import
+            from castore.serialize.serializers import check_serializer
+
+            check_serializer(serializer)
         seconds = self.seconds(ttl)
         expires = None if seconds is None else time.time() + seconds
         return EntrySpec(name, serializer, dump_metadata(metadata), expires, parse_flag(pin, "pin"))

@@ -13,11 +13,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from castore import gc
 from castore.adapters.tree.entry_names import FOLDER
 from castore.adapters.tree.metadata import to_text
 from castore.adapters.tree.packed_value import Packed
 from castore.errors import InvalidValueError
-from castore.gc import collect
 from castore.index.eviction import has_work
 from castore.index.name_ranges import count_inside
 from castore.read.usage import Usage
@@ -172,8 +172,8 @@ class DiskLevel:
             return
         self._sweep_due = time.monotonic() + SWEEP_SECONDS
         now = time.time()
-        if has_work(self.store.index, now, now - collect.GRACE_SECONDS):
-            self.store.gc(grace=collect.GRACE_SECONDS)
+        if has_work(self.store.index, now, now - gc.GRACE_SECONDS):
+            self.store.gc(grace=gc.GRACE_SECONDS)
 
 
 class DiskBacked:

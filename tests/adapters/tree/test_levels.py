@@ -133,7 +133,7 @@ def test_what_expired_or_was_replaced_goes_from_the_disk_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(level, "SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr("castore.gc.collect.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("castore.gc.GRACE_SECONDS", 0.2)
     cache = DiskCache(tmp_path / "cache", expiry_seconds=0.2)
     cache.put("expires", noise(300_000))
     time.sleep(0.3)
