@@ -256,7 +256,7 @@ class ObjectDirectory:
                 if blake3(data).digest() != digest:
                     raise CorruptError("the bytes do not have the digest they are stored under")
                 if seal is not None:
-                    seal.value, seal.length = value, len(frame)
+                    seal.length, seal.value = len(frame), value  # in this order, for other threads
         except (CorruptError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in AT_FAULT:
                 raise
