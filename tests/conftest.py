@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,15 @@ def store(tmp_path: Path) -> Iterator[Store]:
     """A new store without a RAM tier, so that every read reaches the disk."""
     with Store(tmp_path / "store", memory=0) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def small_process() -> Iterator[ProcessPoolExecutor]:
+    """One process that has imported little and run no tests, as `in_small_process` starts for each task: a fork
+    of a process that has run thousands takes long.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -111,13 +111,6 @@ OPERATIONS: dict[str, tuple[Callable[[Extents], object], set[int]]] = {
     "a removal": (lambda extents: extents.remove(1), {1}),
     "a clear": (lambda extents: extents.clear(), {0, 1, 3}),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def small_process() -> Iterator[ProcessPoolExecutor]:
-    """One process that has imported little, as `in_small_process` starts for each task."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

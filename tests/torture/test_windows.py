@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -82,13 +80,6 @@ def dies_as_the_page_says(path: Path, window: Window) -> None:
 def dies_in_window(path: Path, number: int) -> None:
     """`dies_as_the_page_says`, for a process of its own, which cannot be sent a window."""
     dies_as_the_page_says(path, WINDOWS[number])
-
-
-@pytest.fixture(scope="module")
-def small_process() -> Iterator[ProcessPoolExecutor]:
-    """A process that has run no other tests: a fork of one that has run thousands takes long."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
 
 
 @pytest.mark.usefixtures("mountpoint")
