@@ -103,8 +103,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def small_process() -> Iterator[ProcessPoolExecutor]:
-    """One process that has imported little and run no tests, as `in_small_process` starts for each task: a fork
-    of a process that has run thousands takes long.
+    """One process that has imported little and run no tests, as `in_small_process` starts for each task.
+
+    A fork of a process that has run thousands of tests takes long.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
