@@ -69,6 +69,13 @@ def test_every_case_counts_as_it_ended_whatever_ends_it(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "tiny").rglob("*")] == ["test_ends.py"]
 
 
+def test_nothing_beside_or_above_a_checkout_is_looked_at(tmp_path: Path) -> None:
+    tiny = suite(tmp_path, {"test_one.py": "def test_one(): pass\n"})
+    (tmp_path / "conftest.py").write_text("raise OSError('looked at')\n")
+    assert ends(run(tiny, tmp_path, log=tmp_path / "log")) == {"test_one": "passed"}
+    assert "looked at" not in (tmp_path / "log").read_text()
+
+
 def test_a_case_whose_process_dies_and_those_behind_it_have_failed(tmp_path: Path) -> None:
     result = run(suite(tmp_path, {"test_dies.py": _DIES}), tmp_path, log=tmp_path / "log")
     assert ends(result) == {"test_dies": "failed", "test_never_begins": "failed"}

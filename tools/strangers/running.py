@@ -100,8 +100,9 @@ def _command(suite: Suite, checkout: Path, work: Path, arguments: Iterable[str])
     if not suite.tests:
         return [sys.executable, "-m", suite.plugin, str(checkout), *arguments]
     return [
+        # Without a cut, pytest looks into every folder beside the checkout and above it.
         sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(checkout),
-        "--import-mode=importlib",
+        "--confcutdir", str(checkout), "--import-mode=importlib",
         "-p", "pytest_timeout", "-p", "tools.strangers.recording", "-p", suite.plugin, "-p",
         "no:cacheprovider",
         f"--basetemp={work}/pytest", f"--timeout={CASE_SECONDS}", "--tb=short", "-q",
