@@ -131,7 +131,6 @@ class Store:
     ``blobs_starting_with``, ``get_blob``, ``bring``, ``path_of``, ``remove_blobs``, ``count_use``,
     ``has_dictionary``, ``counters``, ``is_shared``, ``shared_remote``, ``share``, ``find_shared``,
     ``offer_shared``, ``require_writable`` and ``tree``.
-    The attributes ``parts``, ``index``, ``objects``, ``source``, ``writer`` and ``prefixes`` are not public.
 
     Attributes:
         path: the store's folder.
@@ -200,6 +199,7 @@ class Store:
             memory=parse_size(memory),
             durable=durable,
         )
+        # Not public: docs/decisions/one-door.md lists these, and who may use them.
         self.index, self.objects, self.source = parts.index, parts.objects, parts.source
         self.writer, self.prefixes, self._usage = parts.writer, parts.prefixes, parts.usage
         #: The view that a mount reads: names as a tree of files.
@@ -1447,6 +1447,7 @@ class Store:
             InvalidNameError: nothing can have that name.
         """
         self.source.count_use(check_name(name))
+        self._usage.flush_if_due()
 
     def has_dictionary(self, name: str) -> bool:
         """Whether new small blobs of that name are compressed with a dictionary.

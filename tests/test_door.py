@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,46 @@ import pytest
 
 from castore import InvalidNameError, Store
 from tests.helpers import noise
+
+ROOT = Path(__file__).parents[1]
+ABOVE = ("castore/adapters", "castore/cli", "castore/recipes", "castore/watch", "fuse/castore_fuse")
+#: Attributes of a store that are not public, and some that begin with an underscore.
+PRIVATE = {"parts", "index", "objects", "source", "writer", "prefixes", "_putter", "_usage", "_ballast"}
+
+
+def reaches(source: str) -> Iterator[str]:
+    """Uses of a store's attributes that are not public."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            of = node.value.attr if isinstance(node.value, ast.Attribute) else ast.unparse(node.value)
+            if of.endswith("store"):
+                yield f"{of}.{node.attr}"
+
+
+def test_files_that_go_past_the_door_are_on_its_page() -> None:
+    page = (ROOT / "docs" / "decisions" / "one-door.md").read_text()
+    # A page names a module by its file, alone or below its room, or a room as a whole.
+    _, _, listed = page.partition("Some work stays past the door")
+    named = re.findall(r"`((?:\w+/)*\w+(?:\.py)?)`", listed.partition("## Figures")[0])
+    found = {
+        path.relative_to(ROOT).as_posix(): list(reaches(path.read_text()))
+        for above in ABOVE
+        for path in (ROOT / above).rglob("*.py")
+    }
+    past = {path: uses for path, uses in found.items() if uses}
+    unlisted = [
+        path
+        for path in past
+        if not any(path.endswith(f"/{name}") or f"/{name}/" in f"/{path}" for name in named)
+    ]
+    assert unlisted == []
+    [counted] = re.findall(r"Today (\d+) in (\d+) files", page)
+    assert (sum(map(len, past.values())), len(past)) == tuple(map(int, counted))
+
+
+@pytest.mark.parametrize("source", ["store.index.x()", "self._store.parts", "a.store.writer", "store._usage"])
+def test_a_reach_past_the_door_is_seen_however_it_is_written(source: str) -> None:
+    assert list(reaches(source))
 
 
 @pytest.fixture

@@ -250,7 +250,6 @@ def load(store: Store, name: str) -> datasets.Dataset:
     tables = _open_lazily(store, files) or [load_table(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
         store.count_use(part)
-    store.parts.usage.flush_if_due()
     return assemble(files.state, files.info, tables)
 
 
