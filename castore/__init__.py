@@ -11,6 +11,7 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from castore.errors import (
+        CacheWarning,
         CastoreError,
         ConflictError,
         CorruptError,
@@ -79,6 +80,7 @@ __all__ = [
     "Batch",
     "Blob",
     "Buffer",
+    "CacheWarning",
     "CastoreError",
     "Checked",
     "Collected",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,6 +51,16 @@ class CorruptError(CastoreError):
 
 class StoreError(CastoreError):
     """A store cannot be opened: wrong format, a network file system, missing permissions."""
+
+
+class CacheWarning(UserWarning):
+    """A result that could have been expected in the cache was computed again, or was not kept."""
+
+
+def warn_unkept(key: str, error: CastoreError) -> None:
+    """Warn the caller of the function that calls this: the result of a computation is not kept."""
+    text = f"the result for {key!r} was computed and is not kept: {error}"
+    warnings.warn(text, CacheWarning, stacklevel=3)
 
 
 class NestedStoreWarning(UserWarning):

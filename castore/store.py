@@ -22,9 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from castore import layout, stats, training
 from castore.errors import (
+    FullError,
     InvalidValueError,
     NotFoundError,
     RemoteWarning,
+    TooLargeError,
+    warn_unkept,
 )
 from castore.gc import GRACE_SECONDS
 from castore.index import mounts, places
@@ -723,8 +726,12 @@ class Store:
                 an argument makes no sense.
             SerializationError: the kept object cannot be loaded, as in `load`, or the new one cannot be
                 saved, as in `save`.
-            InvalidNameError, NameConflictError, TooLargeError, FullError: as for `put`.
+            InvalidNameError, NameConflictError: as for `put`.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
+
+        Warns:
+            CacheWarning: the new object is returned and not kept: it does not fit into the budget or onto the
+                disk. The next caller computes it again.
         """
         if validate is not None and not callable(validate):
             raise InvalidValueError(f"validate is a function that is called, not {type(validate).__name__}")
@@ -750,9 +757,13 @@ class Store:
                     if hit:
                         return value
                 value = compute()
-                self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
-                if turn is not None:
-                    turn.offer()
+                try:
+                    self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
+                except (TooLargeError, FullError) as error:  # the work of hours must not be lost for that
+                    warn_unkept(key, error)
+                else:
+                    if turn is not None:
+                        turn.offer()
             return value
 
     def _load_valid(self, key: str, validate: Callable[[Any], bool] | None) -> tuple[bool, Any]:
@@ -785,8 +796,10 @@ class Store:
                 (when called) ``ttl`` makes no sense.
             UnhashableError: (when called) an argument, or an object that the function refers to, has no
                 stable hash.
-            InvalidNameError, NameConflictError, SerializationError, TooLargeError, FullError: (when called)
-                as for `get_or_compute`.
+            InvalidNameError, NameConflictError, SerializationError: (when called) as for `get_or_compute`.
+
+        Warns:
+            CacheWarning: (when called) as for `get_or_compute`.
         """
         from castore.keys.cached_function import cached
 

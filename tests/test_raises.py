@@ -135,8 +135,6 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
             lambda s: s.get_or_compute("c", int, serializer="no"),
             lambda s: s.get_or_compute("c", lambda: s.get_or_compute("c", int)),
         ],
-        "TooLargeError": [lambda s: s.get_or_compute("c", lambda: os.urandom(200_000))],
-        "FullError": [lambda s: s.get_or_compute("c", lambda: os.urandom(90_000))],
         "ZeroDivisionError": [lambda s: s.get_or_compute("c", lambda: 1 / 0)],
     },
     "cached": {
@@ -145,8 +143,6 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
         "NameConflictError": [lambda s: s.cached(prefix="x")(_same)(1)],
         "UnhashableError": [lambda s: s.cached(_same)(number for number in [1])],
         "SerializationError": [lambda s: s.cached(_object)()],
-        "TooLargeError": [lambda s: s.cached(_same)(os.urandom(200_000))],
-        "FullError": [lambda s: s.cached(_same)(os.urandom(90_000))],
     },
     "__contains__": {"InvalidNameError": [lambda s: ".." in s]},
     "entry": {"InvalidNameError": [lambda s: s.entry("..")]},

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from castore import (
+    CacheWarning,
     Entry,
     InvalidNameError,
     InvalidValueError,
@@ -430,6 +432,24 @@ def test_what_cannot_be_kept_is_refused_before_it_is_computed(store: Store) -> N
     for options in ({"ttl": "junk"}, {"ttl": -1}, {"serializer": "junk"}, {"metadata": {"a": b"bytes"}}):
         with pytest.raises((InvalidValueError, SerializationError)):
             store.get_or_compute("key", compute, **options)
+
+
+def test_a_computed_result_is_returned_also_when_there_is_no_room_for_it(tmp_path: Path) -> None:
+    with Store(tmp_path / "store", max_size=100_000) as store:
+        store.put("pinned", noise(50_000))
+        store.pin("pinned")
+
+        @store.cached
+        def random_bytes(size: int) -> bytes:
+            return noise(size)
+
+        for size, reason in ((200_000, "more than the whole store may hold"), (90_000, "pinned")):
+            with pytest.warns(CacheWarning, match=f"'key' was computed and is not kept: .*{reason}"):
+                assert store.get_or_compute("key", partial(noise, size)) == noise(size)
+            with pytest.warns(CacheWarning, match=reason):
+                assert random_bytes(size) == noise(size)
+            assert list(store) == ["pinned"]
+        assert store.get_or_compute("key", lambda: b"small") == store.get("key") == b"small"
 
 
 def test_a_name_whose_bytes_were_found_damaged_says_so(store: Store) -> None:

@@ -22,8 +22,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import background
 from castore.adapters.datasets.lazy_dataset import LazyDataset
-from castore.adapters.datasets.reports import CacheWarning
-from castore.errors import CastoreError, FullError, InvalidValueError, NotFoundError
+from castore.errors import CacheWarning, CastoreError, FullError, InvalidValueError, NotFoundError
 from castore.recipes import export, runner, sources
 from castore.recipes.recipe import Recipe
 from castore.recipes.runner import open_source, process

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import castore_fuse
-from castore import FullError, Store
+from castore import CacheWarning, FullError, Store
 from castore.repair import doctor
 from castore.system.ballast import BALLAST_BYTES
 from tests.crowds.test_hardship import journal_agrees
@@ -82,7 +82,6 @@ def test_on_a_full_disk_every_write_is_a_clear_error_and_tears_nothing(disk: Pat
             "batch": lambda: in_a_batch(store, source),
             "replace": lambda: [store.put("old/1", noise(3_000, n)) for n in range(2_000)],
             "save": lambda: store.save("saved", {"x": list(range(100_000))}),
-            "get_or_compute": lambda: store.get_or_compute("computed", lambda: noise(300_000, 5)),
             "pin": lambda: list(map(store.pin, (f"old/{n % 100}" for n in range(50_000)))),
         }
         for what, write in writes.items():
@@ -94,6 +93,11 @@ def test_on_a_full_disk_every_write_is_a_clear_error_and_tears_nothing(disk: Pat
                     assert data is not None, what
                     kept[entry.name] = data
             assert not any((store.path / "tmp").iterdir()), what
+        with pytest.warns(
+            CacheWarning, match=r"'computed' was computed and is not kept: the disk of .* full"
+        ):
+            assert store.get_or_compute("computed", lambda: noise(300_000, 5)) == noise(300_000, 5)
+        assert "computed" not in store
         assert len(store.verify().bad) == 0
         whole(store, kept)
         filler.unlink()

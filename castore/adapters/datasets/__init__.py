@@ -39,7 +39,8 @@ try:
     from castore.adapters.datasets.map_filter import cached_filter, cached_map
     from castore.adapters.datasets.operator_keys import operator_fingerprint
     from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
-    from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
+    from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
+    from castore.errors import CacheWarning
 except ModuleNotFoundError as error:
     if error.name not in ("datasets", "pyarrow", "numpy"):
         raise

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import datasets
 
 from castore.adapters.datasets.dataset_entries import DatasetSize
-from castore.adapters.datasets.reports import CacheWarning
+from castore.errors import CacheWarning
 from castore.system.forks import reset_after_fork
 from castore.system.thread_pools import lasting_pool
 

@@ -14,7 +14,6 @@ import datasets
 import pyarrow as pa
 
 from castore.adapters.datasets import dataset_entries
-from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.row_stream import part_of_stream
 from castore.adapters.datasets.stored_table import decode_batches
 from castore.adapters.datasets.tables import (
@@ -24,7 +23,7 @@ from castore.adapters.datasets.tables import (
     assemble_stream,
     make_part,
 )
-from castore.errors import CorruptError, InvalidValueError, NotFoundError
+from castore.errors import CacheWarning, CorruptError, InvalidValueError, NotFoundError
 from castore.names import check_name
 from castore.objects.codecs import check_codec
 from castore.store import Store

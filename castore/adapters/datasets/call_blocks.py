@@ -37,10 +37,9 @@ from castore.adapters.datasets.call_values import (
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import states_named_by
-from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.rowwise import check_alike, tried_rows
 from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
-from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
+from castore.errors import CacheWarning, CorruptError, FullError, SerializationError, TooLargeError
 from castore.keys.encoder import fingerprint
 from castore.serialize.serializers import dump, load
 from castore.store import Store

@@ -36,7 +36,7 @@ from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.progress_meter import ProgressMeter
-from castore.adapters.datasets.reports import CacheWarning, PipelineResult, Progress, StepReport
+from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
 from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
 from castore.adapters.datasets.steps import (
@@ -49,7 +49,7 @@ from castore.adapters.datasets.steps import (
 )
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
 from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, without_unread
-from castore.errors import InvalidValueError, NotFoundError
+from castore.errors import CacheWarning, InvalidValueError, NotFoundError
 from castore.objects.codecs import check_codec
 from castore.store import Store
 from castore.system.job_rank import as_rank, check_shard

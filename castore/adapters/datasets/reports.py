@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class CacheWarning(UserWarning):
-    """A result that could have been expected in the cache was computed again, or was not kept."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Progress:
     """The progress of a run; ``progress`` gets it when a step begins, some times a second, and when it ends.

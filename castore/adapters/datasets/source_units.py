@@ -31,10 +31,9 @@ from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.forecast import Piece
 from castore.adapters.datasets.mapped_files import store_locks
-from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, fingerprint_of_key
 from castore.adapters.mapped_check import note_new
-from castore.errors import FullError, NotFoundError, TooLargeError
+from castore.errors import CacheWarning, FullError, NotFoundError, TooLargeError
 from castore.records import LOST, Entry, Found
 from castore.store import Store
 from castore.write.batch import Batch

@@ -34,9 +34,15 @@ from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
-from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import fingerprint_of_key, make_part
-from castore.errors import CorruptError, FullError, InvalidValueError, NotFoundError, TooLargeError
+from castore.errors import (
+    CacheWarning,
+    CorruptError,
+    FullError,
+    InvalidValueError,
+    NotFoundError,
+    TooLargeError,
+)
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.sql_errors import is_full

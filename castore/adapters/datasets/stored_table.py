@@ -21,10 +21,9 @@ from datasets.table import Table, concat_tables
 
 from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
 from castore.adapters.datasets.mapped_files import COPIES_FOLDER, existing_copy_path, link_path, mappable_path
-from castore.adapters.datasets.reports import CacheWarning
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
 from castore.adapters.mapped_check import check_now, find_unchecked
-from castore.errors import CorruptError, FullError, NotFoundError, TooLargeError
+from castore.errors import CacheWarning, CorruptError, FullError, NotFoundError, TooLargeError
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, LOST, Blob
 from castore.store import Store

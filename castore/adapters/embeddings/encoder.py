@@ -24,9 +24,8 @@ from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensor
 from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
 from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
-from castore.adapters.embeddings.table import CacheWarning
 from castore.adapters.embeddings.table_identity import code_digest, encoder_digest, item_key, table_name
-from castore.errors import InvalidValueError
+from castore.errors import CacheWarning, InvalidValueError
 
 _CPU = torch.device("cpu")
 

@@ -29,7 +29,7 @@ from castore.adapters.embeddings.table_layout import (
     columns_of,
 )
 from castore.adapters.mapped_check import check_now, find_unchecked
-from castore.errors import CorruptError, NotFoundError
+from castore.errors import CacheWarning, CorruptError, NotFoundError
 from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
 from castore.system.temporary import open_regular
@@ -41,10 +41,6 @@ _RANDOM_PART = 0.5
 _SPARE = 16
 _MIN_BYTES = 1 << 30
 _NEVER = torch.iinfo(torch.int64).max
-
-
-class CacheWarning(UserWarning):
-    """A part of an embedding cache is gone or damaged, and will be computed again."""
 
 
 class TableView(NamedTuple):

@@ -21,7 +21,7 @@ from castore.adapters.tree.memory import parse_bounds
 from castore.adapters.tree.metadata import CacheMetadata, to_text
 from castore.adapters.tree.packed_value import Packed, pack, ram_size, unpack
 from castore.adapters.tree.tally import Tally
-from castore.errors import CorruptError
+from castore.errors import CorruptError, FullError, TooLargeError, warn_unkept
 from castore.index.beacon import CHANGED
 from castore.keys import encoder
 from castore.records import Entry
@@ -201,6 +201,10 @@ class TreeCacheManager(DiskBacked):
         Raises:
             Exception: the one that ``compute_fn`` raised; nothing is kept then, and the next caller tries
                 again.
+
+        Warns:
+            CacheWarning: the computed value is returned and not kept: it does not fit into the budget or onto
+                the disk.
         """
         name = name_of(key)
         tally, found = self._find(name, validate_fn)
@@ -216,9 +220,13 @@ class TreeCacheManager(DiskBacked):
                         if is_here:
                             return data
                     data = compute_fn()
-                    self.put(key, data, metadata)
-                    if turn is not None:
-                        turn.offer()
+                    try:
+                        self.put(key, data, metadata)
+                    except (TooLargeError, FullError) as error:
+                        warn_unkept(key, error)
+                    else:
+                        if turn is not None:
+                            turn.offer()
                     return data
         else:
             self._count_read(tally)

@@ -15,8 +15,7 @@ from torch.utils.data import default_collate
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, Keys
-from castore.adapters.embeddings.table import CacheWarning
-from castore.errors import InvalidValueError, UnhashableError
+from castore.errors import CacheWarning, InvalidValueError, UnhashableError
 from tests.adapters.embeddings.models import Encoder, features
 
 

@@ -16,8 +16,7 @@ import castore_fuse
 from castore import Store
 from castore.adapters.embeddings import shard_commit, table
 from castore.adapters.embeddings.cache import EmbeddingCache
-from castore.adapters.embeddings.table import CacheWarning
-from castore.errors import CastoreError, CorruptError, OutOfRangeError, StoreError
+from castore.errors import CacheWarning, CastoreError, CorruptError, OutOfRangeError, StoreError
 from castore_fuse.lifecycle import check_fuse
 from tests.adapters.embeddings.test_table import Encoder, vectors
 from tests.adapters.torch.conftest import same_batch

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from castore import InvalidValueError, SerializationError, Store, StoreError, TooLargeError
+from castore import CacheWarning, InvalidValueError, SerializationError, Store, StoreError, TooLargeError
 from castore.adapters.tree import CacheMetadata, DiskCache, TreeCacheManager, level
 from tests.clocks import pass_time
 from tests.helpers import flip, noise, payload
@@ -194,6 +194,9 @@ def test_a_budget_evicts_from_both_levels(tmp_path: Path) -> None:
     assert 19 in there
     with pytest.raises(TooLargeError):
         cache.put("huge", noise(2_000_000))
+    with pytest.warns(CacheWarning, match="'huge' was computed and is not kept"):
+        assert cache.get_or_compute("huge", lambda: noise(2_000_000)) == noise(2_000_000)
+    assert not cache.contains("huge")
 
 
 def test_what_ram_answers_counts_as_used_for_the_budget(tmp_path: Path) -> None:
