@@ -284,9 +284,9 @@ class BlockRun:
         rows = _read(block, found)
         if found is None:
             return _Elsewhere(number, digits), len(rows)
-        made = maker.make(number, rows, block.files, first, keys.features, digits, found)
+        made, written = maker.make(number, rows, block.files, first, keys.features, digits, found)
         if not keys.are_final:
-            keys.learn(made.result())
+            keys.learn(written.result())  # the next block runs while this one is being kept
         return made, len(rows)
 
     def _guess(self, block: SourceBlock, first: int, digits: str, maker: _Maker) -> str | None:
@@ -394,7 +394,7 @@ class _Keys:
         self.guessed_for = None
         return bool(result.rows) and result.features == self.features
 
-    def learn(self, result: BlockResult) -> None:
+    def learn(self, result: BlockResult | Written) -> None:
         """Take note of the features of the next result."""
         if result.rows and not self.are_final:
             self.features = result.features
@@ -497,8 +497,11 @@ class _Maker:
         features: str | None,
         digits: str,
         claim: Claim,
-    ) -> Future[BlockResult]:
+    ) -> tuple[Future[BlockResult], Future[Written]]:
         """Make a block's result; waits while many others are being made.
+
+        Returns:
+            The result, once it is kept, and its file before that.
 
         Args:
             number: the block's place.
@@ -522,7 +525,7 @@ class _Maker:
         self._waiting.append(made)
         while len(self._waiting) > self._step.num_proc + 1:
             self._waiting.popleft().result()
-        return made
+        return made, written
 
     def features_of(self, rows: pa.Table, first: int, digits: str) -> str | None:
         """The features of a part of the result, in JSON; None if it does not show the types of all columns.
