@@ -269,16 +269,22 @@ def check(
                 store.remote(name).repair(found, progress=progress)
             found = _check(store.remote(name), deep)
     if as_json:
-        print_json(found._asdict() | {"problems": [problem._asdict() for problem in found.problems]})
+        lists = {"problems": found.problems, "history": found.history}
+        print_json(found._asdict() | {key: [one._asdict() for one in some] for key, some in lists.items()})
     else:
-        for problem in found.problems:
+        for problem in (*found.problems, *found.history):
             typer.echo(_describe_problem(problem))
         orphans = f"; {plural(found.orphans, 'object')} of no ref: {format_size(found.orphaned)}"
         typer.echo(
             f"{plural(len(found.refs), 'ref')}, {plural(found.objects, 'object')},"
             f" {plural(len(found.problems), 'problem')}{orphans if found.orphans else ''}"
         )
-    if found.problems:
+        if found.history:
+            typer.echo(
+                f"{plural(len(found.history), 'object')} that only older commits need cannot be had: `castore"
+                f" remote gc {name} --keep-commits N` ends the history before them"
+            )
+    if found.problems or found.history:
         raise typer.Exit(FAILED)
 
 

@@ -50,18 +50,22 @@ class Base:
                 break
         return kept
 
-    def note(self, commit: bytes, parent: bytes | None, root: bytes) -> None:
+    def note(self, commit: bytes, parent: bytes | None, root: bytes | None) -> None:
         """Note the base that counts once the ref has a commit. Comes before the ref is moved.
 
         Args:
             commit: digest of the commit.
             parent: the commit before it, or None.
-            root: of the next base.
+            root: of the next base; None if it is the present one.
         """
+        if root is None:
+            return
         kept = self._remotes.base(*self._where)
         self._pending.append(PendingBase(commit, parent, kept, root))
         self._remotes.set_pending(*self._where, self._pending)
 
-    def keep(self, root: bytes) -> None:
-        """Keep the next base: the store and the ref agree on it."""
+    def keep(self, root: bytes | None) -> None:
+        """Keep the next base: the store and the ref agree on it. None keeps the present one."""
+        if root is None:
+            return
         self._remotes.set_base(*self._where, root)

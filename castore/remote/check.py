@@ -7,15 +7,21 @@ is damaged or gone is no problem, because it is computed again.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Executor
 
 from blake3 import blake3
 
-from castore.errors import CorruptError, RemoteError, RemoteMissingError
+from castore.errors import (
+    CorruptError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+    RemoteUnreachableError,
+)
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
+from castore.remote.commits import Commit
 from castore.remote.keys import COMMITS, RESULTS, TREES, commit_key, object_key, page_key
 from castore.remote.outcomes import Checked, Progress, RemoteProblem
 from castore.remote.page_cache import PageCache
@@ -26,6 +32,37 @@ from castore.remote.tree import Tree
 _FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS, RESULTS)
 # Names of a bad object that a problem lists.
 _NAMES = 5
+# Digits of a commit in a sentence.
+_DIGITS = 12
+_MISSING = "it is missing"
+
+
+class _Need:
+    """An object that commits need: the first of them, the bytes that it must have, and some of the names.
+
+    Args:
+        ref: a ref with the commit.
+        commit: digits of the commit; "" for the newest of the ref.
+        is_packed: whether the object is a pack.
+    """
+
+    def __init__(self, ref: str, commit: str, is_packed: bool) -> None:
+        self.ref = ref
+        self.commit = commit
+        self.is_packed = is_packed
+        self.end = 0
+        self.names: list[str] = []
+
+    def add(self, row: Row) -> None:
+        """Take note of a name."""
+        self.end = max(self.end, row.place.offset + row.place.stored)
+        if len(self.names) < _NAMES:
+            self.names.append(row.name)
+
+    def problem(self, key: str, why: str) -> RemoteProblem:
+        """The problem that the object is."""
+        of = f"; commit {self.commit} of its history needs it" if self.commit else ""
+        return RemoteProblem(self.ref, key, why + of, tuple(self.names))
 
 
 def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progress: Progress) -> Checked:
@@ -43,46 +80,104 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
     # Refs first: what a push adds meanwhile is in the listing, and is not missed.
     refs = {ref: commits.read_ref(bucket, ref) for ref in commits.list_refs(bucket)}
     there = {listed.key: listed.size for folder in _FOLDERS for listed in bucket.listing(folder)}
-    problems: list[RemoteProblem] = []
-    meant: set[str] = set()
-    pages_of: dict[str, str] = {}
-    users: dict[str, list[tuple[str, Row]]] = defaultdict(list)
-    for ref, seen in refs.items():
-        if seen is None:
+    found = _Meant(bucket, pages)
+    # The newest commits first: an object that any of them needs is no matter of history.
+    histories = {ref: found.history(ref, seen.commit) for ref, seen in refs.items() if seen is not None}
+    for ref, history in histories.items():
+        found.add_next(ref, history, is_newest=True)
+    for ref, history in histories.items():
+        while found.add_next(ref, history, is_newest=False):
             continue
-        try:
-            for number, (digest, commit) in enumerate(commits.history(bucket, seen.commit)):
-                meant.add(commit_key(digest))
-                tree = Tree(commit.tree, pages.read, pages.expect)  # the cache may have what the bucket lacks
-                pages_of.update((page_key(page), ref) for page in tree.pages())
-                for row in tree.rows():
-                    key = object_key(row.place.object, packed=row.place.is_packed)
-                    meant.add(key)
-                    if number == 0:
-                        users[key].append((ref, row))
-        except (CorruptError, RemoteError) as error:
-            problems.append(RemoteProblem(ref, None, str(error), ()))
-    meant |= pages_of.keys()
-    meant.update(_meant_by_results(bucket))
-    problems += [
-        RemoteProblem(ref, key, "it is missing", ()) for key, ref in pages_of.items() if key not in there
+    meant = {*found.commits, *found.pages, *found.needs, *_meant_by_results(bucket)}
+    problems = [
+        *found.problems,
+        *(RemoteProblem(ref, key, _MISSING, ()) for key, ref in found.pages.items() if key not in there),
+        *_missing(there, found.needs),
     ]
-    problems += _missing(there, users)
     if deep:
         bad = {problem.key for problem in problems}
-        keys = [key for key in (*pages_of, *users) if key not in bad]
+        keys = [key for key in (*found.pages, *found.needs) if key not in bad]
         done, total = 0, sum(there[key] for key in keys)
         for key, why in zip(keys, pool.map(lambda key: _damage(bucket, key), keys), strict=True):
             done += there[key]
             progress(done, total)
-            if why is not None and key in pages_of:
-                problems.append(RemoteProblem(pages_of[key], key, why, ()))
+            if why is not None and key in found.pages:
+                problems.append(RemoteProblem(found.pages[key], key, why, ()))
             elif why is not None:
-                problems.append(_problem(key, why, users[key]))
+                problems.append(found.needs[key].problem(key, why))
     orphans = [key for key in there if key not in meant and not key.startswith("dicts/")]
+    in_history = {key for key, need in found.needs.items() if need.commit}
     return Checked(
-        sorted(refs), len(meant & there.keys()), problems, len(orphans), sum(there[key] for key in orphans)
+        sorted(refs),
+        len(meant & there.keys()),
+        [problem for problem in problems if problem.key not in in_history],
+        len(orphans),
+        sum(there[key] for key in orphans),
+        [problem for problem in problems if problem.key in in_history],
     )
+
+
+class _Meant:
+    """The keys that refs mean, with the refs, and the problems that are met on the way.
+
+    Args:
+        bucket, pages: of the remote. The cache may have what the bucket lacks.
+    """
+
+    def __init__(self, bucket: Bucket, pages: PageCache) -> None:
+        self._bucket = bucket
+        self._cache = pages
+        self.commits: set[str] = set()
+        self.pages: dict[str, str] = {}
+        self.needs: dict[str, _Need] = {}
+        self.problems: list[RemoteProblem] = []
+
+    def history(self, ref: str, newest: bytes) -> Iterator[tuple[bytes, Commit]]:
+        """The commits of a ref, newest first. Ends where the collector has removed older ones."""
+        at: bytes | None = newest
+        while at is not None:
+            key = commit_key(at)
+            try:
+                commit = commits.read_commit(self._bucket, at)
+            except (RemoteUnreachableError, RemoteDeniedError):
+                raise
+            except RemoteError as error:
+                is_missing = isinstance(error, RemoteMissingError)
+                if is_missing and at != newest:
+                    return
+                self.problems.append(RemoteProblem(ref, key, _MISSING if is_missing else str(error), ()))
+                if not self._cache.has(at):
+                    return
+                commit = self._cache.commit(at)
+            self.commits.add(key)
+            yield at, commit
+            at = commit.parent
+
+    def add_next(self, ref: str, history: Iterator[tuple[bytes, Commit]], *, is_newest: bool) -> bool:
+        """Add all that the next commit of a ref means; returns whether there is one."""
+        found = next(history, None)
+        if found is None:
+            return False
+        digest, commit = found
+        tree = Tree(commit.tree, self._cache.read, self._cache.expect)
+        try:
+            leaves = [leaf for leaf in tree.leaves() if page_key(leaf.page) not in self.pages]
+            new = [key for key in map(page_key, tree.pages()) if key not in self.pages]
+            self._cache.expect(leaf.page for leaf in leaves)
+            for leaf in leaves:
+                for row in tree.rows_of(leaf):
+                    key = object_key(row.place.object, packed=row.place.is_packed)
+                    need = self.needs.get(key)
+                    if need is None:
+                        digits = "" if is_newest else digest.hex()[:_DIGITS]
+                        need = self.needs[key] = _Need(ref, digits, row.place.is_packed)
+                    need.add(row)
+            self.pages.update(dict.fromkeys(new, ref))
+        except (RemoteUnreachableError, RemoteDeniedError):
+            raise
+        except (CorruptError, RemoteError) as error:
+            self.problems.append(RemoteProblem(ref, None, str(error), ()))
+        return True
 
 
 def _meant_by_results(bucket: Bucket) -> Iterator[str]:
@@ -93,18 +188,13 @@ def _meant_by_results(bucket: Bucket) -> Iterator[str]:
             yield record.object_key or listed.key
 
 
-def _missing(there: dict[str, int], users: dict[str, list[tuple[str, Row]]]) -> Iterator[RemoteProblem]:
-    for key, rows in users.items():
+def _missing(there: dict[str, int], needs: dict[str, _Need]) -> Iterator[RemoteProblem]:
+    for key, need in needs.items():
         size = there.get(key)
-        need = max(row.place.offset + row.place.stored for _, row in rows)
         if size is None:
-            yield _problem(key, "it is missing", rows)
-        elif size < need or (not rows[0][1].place.is_packed and size != need):
-            yield _problem(key, f"it has {size} bytes, and the tree needs {need}", rows)
-
-
-def _problem(key: str, why: str, rows: list[tuple[str, Row]]) -> RemoteProblem:
-    return RemoteProblem(rows[0][0], key, why, tuple(row.name for _, row in rows[:_NAMES]))
+            yield need.problem(key, _MISSING)
+        elif size < need.end or (not need.is_packed and size != need.end):
+            yield need.problem(key, f"it has {size} bytes, and the tree needs {need.end}")
 
 
 def _damage(bucket: Bucket, key: str) -> str | None:
@@ -113,5 +203,5 @@ def _damage(bucket: Bucket, key: str) -> str | None:
         for piece in bucket.stream(key):
             hasher.update(piece)
     except RemoteMissingError:
-        return "it is missing"
+        return _MISSING
     return None if hasher.hexdigest() == key.rpartition("/")[2] else "its bytes have another digest"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from castore.errors import RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.records import DIGEST_SIZE
 from castore.remote.bucket import Bucket, Versioned
-from castore.remote.keys import REFS, check_ref, commit_key, ref_key
+from castore.remote.keys import REFS, check_ref, commit_key, is_ref, ref_key
 from castore.remote.pages import digest_of
 
 # Bytes; a note is the only part of any length.
@@ -66,9 +66,33 @@ def read_commit(bucket: Bucket, digest: bytes) -> Commit:
         RemoteMissingError: the bucket has no such commit.
         RemoteError: its bytes are not those that were written.
     """
-    data = bucket.get(commit_key(digest)).data
+    return parse_commit(read_commit_bytes(bucket, digest), digest, bucket)
+
+
+def read_commit_bytes(bucket: Bucket, digest: bytes) -> bytes:
+    """The bytes of a commit's object.
+
+    Raises:
+        RemoteMissingError, RemoteError: as for `read_commit`.
+    """
+    try:
+        data = bucket.get(commit_key(digest)).data
+    except RemoteMissingError as error:
+        raise RemoteMissingError(
+            f"{bucket.url} lacks commit {digest.hex()}; `castore remote check --repair` uploads it again from"
+            " a store that has pushed or pulled it"
+        ) from error
     if digest_of(data) != digest:
         raise RemoteError(f"commit {digest.hex()} in {bucket.url} is damaged: its bytes have another digest")
+    return data
+
+
+def parse_commit(data: bytes, digest: bytes, bucket: Bucket) -> Commit:
+    """The commit of some bytes that have its digest.
+
+    Raises:
+        RemoteError: castore did not write them.
+    """
     fields = _parse(data, commit_key(digest), bucket)
     try:
         return Commit(
@@ -98,8 +122,9 @@ def read_ref(bucket: Bucket, ref: str) -> Ref | None:
 
 
 def list_refs(bucket: Bucket) -> list[str]:
-    """The names of all refs, sorted."""
-    return sorted(listed.key.removeprefix(REFS) for listed in bucket.listing(REFS))
+    """The names of all refs, sorted. Files that others have put beside the refs are passed over."""
+    names = (listed.key.removeprefix(REFS) for listed in bucket.listing(REFS))
+    return sorted(name for name in names if is_ref(name))
 
 
 def move_ref(bucket: Bucket, ref: str, seen: Ref | None, commit: bytes, now: float) -> bool:

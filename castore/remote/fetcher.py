@@ -40,7 +40,7 @@ from castore.errors import (
 from castore.index import places
 from castore.parts import Parts
 from castore.records import DIGEST_SIZE, EntrySpec
-from castore.remote import commits, marker, page_trim
+from castore.remote import marker, page_trim
 from castore.remote.bucket import Patience
 from castore.remote.claims import Claim, Claims
 from castore.remote.error_values import describe
@@ -253,7 +253,7 @@ class Fetcher:
         """The commit that ``REF`` or ``REF@COMMIT`` means: its digest, its tree, and its time."""
         source = self._source(remote)
         digest = source.require(find_commit, source.bucket, ref, start)
-        commit = source.require(commits.read_commit, source.bucket, digest)
+        commit = source.require(source.pages.commit, digest)
         return digest, commit.tree, commit.time
 
     def pages(self, remote: str, pages: list[bytes], first: int) -> None:

@@ -63,6 +63,11 @@ def _hashed(name: str) -> str:
     return f"{digest[:2]}/{digest}"
 
 
+def is_ref(name: str) -> bool:
+    """Whether a ref can have that name."""
+    return _REF.fullmatch(name) is not None and not name.endswith(".")
+
+
 def check_ref(ref: Any, kind: str = "ref") -> str:
     """Return ``ref``.
 
@@ -76,7 +81,7 @@ def check_ref(ref: Any, kind: str = "ref") -> str:
     >>> check_ref("imagenet-2012")
     'imagenet-2012'
     """
-    if not isinstance(ref, str) or not _REF.fullmatch(ref) or ref.endswith("."):
+    if not isinstance(ref, str) or not is_ref(ref):
         raise InvalidNameError(
             f"{ref!r} cannot be a {kind}: use up to 100 letters, digits, dots, dashes and underscores,"
             " the first a letter or a digit, the last no dot"

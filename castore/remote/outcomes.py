@@ -125,7 +125,7 @@ class RemoteProblem(NamedTuple):
 
     Attributes:
         ref: a ref that means it.
-        key: of the object in the bucket; None for a commit or a page, which ``why`` names.
+        key: of the object in the bucket; None for a page that ``why`` names.
         why: what is wrong.
         names: some of the names that need it.
     """
@@ -189,6 +189,8 @@ class Checked(NamedTuple):
         orphans: number of objects that no ref means: those of interrupted pushes, and of commits that were
             removed.
         orphaned: their bytes.
+        history: objects that only older commits need, and that are missing or damaged. Nothing repairs these;
+            `Remote.gc` with ``keep_commits`` ends the history before them.
     """
 
     refs: list[str]
@@ -196,3 +198,4 @@ class Checked(NamedTuple):
     problems: list[RemoteProblem]
     orphans: int
     orphaned: int
+    history: list[RemoteProblem]

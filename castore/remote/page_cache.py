@@ -1,7 +1,8 @@
 """Pages of trees that this store has seen, in ``pages/``: a second push, pull or mount need not fetch them.
 
 A cached page is worth no more than its digest, which every use checks: a damaged one is fetched again. Pages
-that are wanted soon are fetched side by side.
+that are wanted soon are fetched side by side. Commits that pushes and pulls have read lie there too: without
+its commit a ref leads nowhere, and a store that has the bytes can upload them again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from castore import layout
 from castore.errors import RemoteMissingError
+from castore.remote import commits
 from castore.remote.bucket import Bucket
-from castore.remote.keys import page_key
+from castore.remote.commits import Commit
+from castore.remote.keys import commit_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
 from castore.system.temporary import create_temporary, make_folder
@@ -27,6 +30,11 @@ def read_cached(store: Path, digest: bytes) -> bytes | None:
     except FileNotFoundError:
         return None
     return data if digest_of(data) == digest else None
+
+
+def is_commit(data: bytes) -> bool:
+    """Whether cached bytes are those of a commit, which are JSON, and no page."""
+    return data.startswith(b"{")
 
 
 class PageCache:
@@ -92,12 +100,28 @@ class PageCache:
             temporary.unlink(missing_ok=True)
             raise
 
+    def commit(self, digest: bytes) -> Commit:
+        """A commit, from the cache or from the bucket.
+
+        Raises:
+            RemoteMissingError, RemoteError: as for `commits.read_commit`.
+        """
+        data = read_cached(self._folder.parent, digest)
+        if data is None:
+            data = commits.read_commit_bytes(self._bucket, digest)
+            self.keep(digest, data)
+        return commits.parse_commit(data, digest, self._bucket)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the cache has the bytes of that digest."""
+        return read_cached(self._folder.parent, digest) is not None
+
     def restore(self, digests: Iterable[bytes]) -> None:
-        """Upload those of some pages that the cache has."""
+        """Upload those of some pages and commits that the cache has."""
         for digest in digests:
             data = read_cached(self._folder.parent, digest)
             if data is not None:
-                self._bucket.put(page_key(digest), data)
+                self._bucket.put(commit_key(digest) if is_commit(data) else page_key(digest), data)
 
     def load(self, digest: bytes) -> bytes:
         """`read`, without regard to pages that are expected."""

@@ -117,7 +117,7 @@ def pull(
     """
     parts.index.require_writable()
     commit = find_commit(bucket, ref, start)
-    tree = Tree(commits.read_commit(bucket, commit).tree, pages.read, pages.expect)
+    tree = Tree(pages.commit(commit).tree, pages.read, pages.expect)
     newest = commit if start is None else find_commit(bucket, ref, None)
     before = open_base(base.root(bucket, newest), pages)
     if lazy is None:

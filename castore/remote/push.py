@@ -9,12 +9,14 @@ only one of the two changed is taken from that one.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import random
 import socket
 import time
 from collections.abc import Set
 from concurrent.futures import Executor
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from castore.errors import (
     RemoteMissingError,
 )
 from castore.parts import Parts
-from castore.records import Entry
+from castore.records import Blob, Entry
 from castore.remote import commits
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
@@ -41,6 +43,8 @@ from castore.remote.send import Sender
 from castore.remote.tree import Tree, build, edit
 
 _ATTEMPTS = 20
+# Digests that are looked up together.
+_DIGESTS = 500
 
 
 class _Plan(NamedTuple):
@@ -48,12 +52,12 @@ class _Plan(NamedTuple):
 
     Attributes:
         entries: in order; None for a name that goes.
-        agreed: rows that the ref has as the store has them.
+        agreed: rows that the ref has as the store has them; None if the store has nothing to agree on.
         is_all: whether the store and the ref will agree on all names of the store.
     """
 
     entries: list[tuple[str, Entry | None]]
-    agreed: list[Row]
+    agreed: list[Row] | None
     is_all: bool
     added: int
     changed: int
@@ -85,8 +89,9 @@ def push(
             a cache, and what it evicted is no less wanted.
         base: of the ref; the next one is kept there.
         remote: the remote's name in this store, which may know where blobs lie there.
-        bad: digests of objects that are missing or damaged. Names whose bytes lie there are pushed again, if
-            the store has the same bytes.
+        bad: digests of objects that are missing or damaged. With any of them this is a repair: of the names
+            of the ref whose bytes lie there, those bytes are uploaded again that the store has under whatever
+            name, and no name of the store comes into the ref.
 
     Raises:
         ConflictError: names have changed both here and in the ref since ``base``.
@@ -97,14 +102,19 @@ def push(
     guard = Guard(bucket)
     sender = Sender(parts, bucket, pool, bad, guard, remote, progress)
 
+    def choose(head: Tree | None, before: Tree | None) -> _Plan:
+        if bad:
+            return _plan_repair(parts, head, bad)
+        return _plan(parts, head, before, prefix, delete, ref)
+
     def merge_with(seen: Ref | None) -> Pushed | None:
         """Push what the ref lacks that was seen; None if it has changed meanwhile."""
-        head = None if seen is None else commits.read_commit(bucket, seen.commit)
+        head = None if seen is None else pages.commit(seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
         parent = None if seen is None else seen.commit
         before = open_base(base.root(bucket, parent), pages)
-        plan = _plan(parts, tree, before, prefix, delete, bad, ref)
-        if head is not None and seen is not None and not plan.entries:
+        plan = choose(tree, before)
+        if seen is not None and head is not None and not plan.entries:
             base.keep(_next_base(plan, [], head.tree, before, pages))
             return Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
         rows = sender.send(plan.entries, tree)
@@ -117,6 +127,7 @@ def push(
         entries, logical, _ = Tree(root, pages.read).totals()
         commit = commits.encode_commit(Commit(root, parent, time.time(), _writer(), note, entries, logical))
         sender.put(commit_key(digest_of(commit)), commit)
+        pages.keep(digest_of(commit), commit)
         next_base = _next_base(plan, rows, root, before, pages)
         base.note(digest_of(commit), parent, next_base)
         if not guard.is_current():  # a collection has begun or ended, and may have deleted what was there
@@ -157,7 +168,9 @@ def _writer() -> str:
 
 def _next_base(
     plan: _Plan, rows: list[tuple[str, Row | None]], root: bytes, before: Tree | None, pages: PageCache
-) -> bytes:
+) -> bytes | None:
+    if plan.agreed is None:
+        return None
     if plan.is_all:
         return root
     agreed = sorted([*rows, *((row.name, row) for row in plan.agreed)], key=itemgetter(0))
@@ -173,7 +186,6 @@ def _plan(
     base: Tree | None,
     prefix: str,
     delete: bool,
-    bad: Set[bytes],
     ref: str,
 ) -> _Plan:
     """The names that the store has changed since ``base``, and that nobody else has."""
@@ -193,16 +205,7 @@ def _plan(
                 removed += 1
             elif difference is not Difference.OURS:
                 is_all = False  # the store has never had the name
-        elif (
-            difference is Difference.OURS
-            or (difference is Difference.BOTH and row is None)
-            or (
-                row is not None
-                and row.place.object in bad
-                and row.digest.hex() == entry.digest
-                and not entry.away
-            )
-        ):
+        elif difference is Difference.OURS or (difference is Difference.BOTH and row is None):
             chosen.append((compared.name, entry))
             added += row is None
             changed += row is not None
@@ -230,3 +233,25 @@ def _plan(
             " remote takes pickles; save with another serializer, or push a prefix without them"
         )
     return _Plan(chosen, agreed, is_all, added, changed, removed, gone)
+
+
+def _plan_repair(parts: Parts, head: Tree | None, bad: Set[bytes]) -> _Plan:
+    """The names of the ref whose bytes lie in bad objects and are in the store."""
+    chosen: list[tuple[str, Entry | None]] = []
+    rows = (row for row in head.rows() if row.place.object in bad) if head is not None else iter(())
+    while some := list(islice(rows, _DIGESTS)):
+        found = parts.index.blobs_of(list({row.digest for row in some}))
+        for row in some:
+            blob = found.get(row.digest)
+            if blob is not None and blob.is_here:
+                chosen.append((row.name, _entry_of(row, blob)))
+    return _Plan(chosen, None, False, 0, len(chosen), 0, 0)
+
+
+def _entry_of(row: Row, blob: Blob) -> Entry:
+    """The entry that a name of a ref would be in a store that has its bytes."""
+    metadata = json.loads(row.metadata) if row.metadata else {}
+    return Entry(
+        row.name, row.digest.hex(), row.size, blob.stored, blob.codec, row.created, row.expires, row.created,
+        row.serializer, metadata, False, False,
+    )  # fmt: skip

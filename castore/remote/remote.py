@@ -17,7 +17,7 @@ from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.error_values import rebuild
-from castore.remote.keys import check_ref
+from castore.remote.keys import COMMITS, check_ref
 from castore.remote.outcomes import (
     Checked,
     Progress,
@@ -42,6 +42,8 @@ _PROGRAM = (
 )
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
+# Upper bound in bytes of a note.
+_LONGEST_NOTE = 1 << 16
 
 
 class Remote:
@@ -101,7 +103,7 @@ class Remote:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             NotFoundError: there is no name at or below ``prefix``.
             CorruptError: a blob here is damaged.
-            InvalidValueError: an entry is a pickle.
+            InvalidValueError: an entry is a pickle, or ``note`` is no text, or one of more than 65,536 bytes.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
@@ -116,6 +118,7 @@ class Remote:
                 " remove it and add it without"
             )
         check_prefix(prefix)
+        _check_note(note)
         self._parts.index.require_writable()  # the base is kept in the store
         arguments = {
             "ref": check_ref(ref),
@@ -301,8 +304,11 @@ class Remote:
             progress: with ``deep`` called with bytes that were read, and those of all objects.
         """
         found = self._call("check", {"deep": deep}, progress)
-        problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
-        return Checked(**found | {"problems": problems})
+        problems, history = (
+            [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found[kind]]
+            for kind in ("problems", "history")
+        )
+        return Checked(**found | {"problems": problems, "history": history})
 
     def gc(
         self,
@@ -365,17 +371,29 @@ class Remote:
             checked: from `check`.
             progress: as for `push`.
 
+        Bytes count by their digest, so the store may have them under any name. No name of the store comes
+        into a ref. Each ref that lacks bytes gets a new commit, whose names lead to the new objects.
+
         Returns:
-            The outcome for each ref that had problems. Another `check` lists the objects still missing.
+            The outcome for each ref, if there are problems, but for refs whose newest commit no longer exists
+            here or there. Another `check` lists what is still missing.
 
         Raises:
-            ConflictError: names changed both here and in a ref, as for `push`.
             CorruptError: a blob here is damaged.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
         bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
-        refs = sorted({problem.ref for problem in checked.problems if problem.key is not None})
-        return [self._push("", ref, "repair", False, bad, progress) for ref in refs]
+        without_commit = {
+            problem.ref for problem in checked.problems if (problem.key or "").startswith(COMMITS)
+        }
+        repaired: list[Pushed] = []
+        for ref in checked.refs if bad else ():
+            try:
+                repaired.append(self._push("", ref, "repair", False, bad, progress))
+            except RemoteError:
+                if ref not in without_commit:
+                    raise
+        return repaired
 
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
         request = {
@@ -441,3 +459,13 @@ def _check_commit(commit: Any) -> str | None:
     if commit is not None and not isinstance(commit, str):
         raise InvalidValueError(f"a commit is named by the first digits of its id, not by {commit!r:.80}")
     return commit
+
+
+def _check_note(note: Any) -> None:
+    try:
+        if isinstance(note, str) and len(note.encode()) <= _LONGEST_NOTE:
+            return
+        found = f"{len(note):,} characters" if isinstance(note, str) else f"{note!r:.80}"
+    except UnicodeEncodeError:
+        found = f"{note!r:.80}, which has no UTF-8"
+    raise InvalidValueError(f"a note is text of at most {_LONGEST_NOTE} bytes in UTF-8, not {found}")

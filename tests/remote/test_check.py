@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from castore import Remote, RemoteDeniedError, RemoteError, Store
+from castore import InvalidValueError, Remote, RemoteDeniedError, RemoteError, Store
 from tests.helpers import noise
 from tests.remote.nodes import know, move
 from tests.remote.test_transfer import ENVIRONMENT
@@ -71,7 +72,7 @@ def test_a_whole_bucket_has_no_problem_and_what_no_ref_means_is_counted(
     assert seen[-1] == (sum(path.stat().st_size for path in whole),) * 2
     (bucket / "objects" / "ab").mkdir(exist_ok=True)
     (bucket / "objects" / "ab" / ("ab" * 32)).write_bytes(b"of a push that was killed")
-    assert remote.check()[3:] == (1, 25)
+    assert remote.check()[3:] == (1, 25, [])
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_what_is_missing_or_damaged_is_found_and_repaired_from_a_store_that_has_
         pytest.raises(RemoteDeniedError, match="--read-only"),
     ):
         know(reader, "team", remote.url, read_only=True).repair(checked)
-    assert [one.ref for one in remote.repair(checked)] == sorted({one.ref for one in checked.problems})
+    assert [one.ref for one in remote.repair(checked)] == ["main", "second"]
     assert remote.check(deep=True).problems == []
     with Store(tmp_path / "other", memory=0) as other:
         know(other, "team", remote.url).pull("second")
@@ -109,12 +110,111 @@ def test_what_is_missing_or_damaged_is_found_and_repaired_from_a_store_that_has_
         }
 
 
-def test_a_commit_that_is_gone_is_a_problem_that_names_it(remote: Remote, bucket: Path) -> None:
-    [*_, path] = files(bucket, "commits")
-    path.write_bytes(b"{}")
-    [problem] = remote.check().problems
-    assert path.name in problem.why
-    assert remote.repair(remote.check()) == []
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_the_newest_commit_comes_back_from_a_store_that_has_read_it(
+    store: Store, remote: Remote, bucket: Path, tmp_path: Path, how: str
+) -> None:
+    with Store(tmp_path / "other", memory=0) as other:
+        team = know(other, "team", remote.url)
+        team.pull()
+        [newest] = team.log()
+        path = bucket / "commits" / newest.commit
+        path.unlink() if how == "gone" else path.write_bytes(b"{}")
+        stranger = know(Store(tmp_path / "stranger", memory=0), "team", remote.url)
+        with pytest.raises(RemoteError, match=newest.commit):
+            stranger.pull()
+        assert [problem.key for problem in stranger.check().problems] == [f"commits/{newest.commit}"]
+        assert [one.ref for one in stranger.repair(stranger.check())] == ["second"]  # it has nothing to give
+        checked = team.check()
+        assert [(problem.ref, problem.key) for problem in checked.problems] == [
+            ("main", f"commits/{newest.commit}")
+        ]
+        assert [one.changed for one in team.repair(checked)] == [0, 0]
+        assert team.check(deep=True).problems == []
+        assert team.log() == [newest]
+        assert stranger.pull().commit == newest.commit
+
+
+def test_a_repair_brings_no_name_of_the_store_into_a_ref_and_needs_no_name(
+    remote: Remote, bucket: Path, tmp_path: Path
+) -> None:
+    for path in files(bucket, "packs"):
+        path.unlink()
+    with Store(tmp_path / "other", memory=0, allow_pickle=True) as other:
+        team = know(other, "team", remote.url)
+        # The same bytes under other names, other bytes under the same name, and what no remote takes.
+        other.put_many((f"mine/{number}", noise(500, number)) for number in range(40))
+        other.put("small/45", b"other bytes")
+        other.put("private/secret", b"secret")
+        other.save("private/pickle", {1, "a"}, serializer="pickle")
+        checked = team.check()
+        assert [one.changed for one in team.repair(checked)] == [40, 40]
+        left = team.check()
+        assert {name for problem in left.problems for name in problem.names} <= {
+            f"small/{number}" for number in range(40, 50)
+        }
+        for ref in ("main", "second"):
+            [repaired, *_] = team.log(ref)
+            assert repaired.note == "repair"
+            assert all(change.old == change.new for change in team.diff((ref, None), (ref, None)))
+    with Store(tmp_path / "reader", memory=0) as reader:
+        know(reader, "team", remote.url).pull(lazy=True)
+        assert set(reader) == {*(f"small/{number}" for number in range(50)), "large"}
+        assert [reader.get(f"small/{number}") for number in range(40)] == [
+            noise(500, number) for number in range(40)
+        ]
+
+
+def test_a_store_that_repaired_a_ref_deletes_none_of_its_names_later(
+    remote: Remote, bucket: Path, tmp_path: Path
+) -> None:
+    for path in files(bucket, "packs"):
+        path.unlink()
+    with Store(tmp_path / "other", memory=0) as other:
+        team = know(other, "team", remote.url)
+        other.put_many((f"small/{number}", noise(500, number)) for number in range(50))
+        team.repair(team.check())
+        other.delete("small/1")
+        team.push()
+        assert team.diff(("main", team.log()[-1].commit), ("main", None)) == []
+
+
+def test_objects_that_only_older_commits_need_are_listed_apart(
+    store: Store, remote: Remote, bucket: Path
+) -> None:
+    store.put("small/0", b"newer")
+    store.put("large", noise(2_000_000, 9))
+    remote.push()
+    [newest, former] = remote.log()
+    objects = files(bucket, "objects")
+    lost = min(objects, key=lambda path: path.stat().st_mtime)
+    users = {"large", "other"}
+    lost.unlink()
+    checked = remote.check()
+    found = [*checked.problems, *checked.history]
+    assert [problem.key.rpartition("/")[2] for problem in found if problem.key] == [lost.name]
+    assert set(found[0].names) <= users
+    if checked.history:
+        assert former.commit[:12] in checked.history[0].why
+        assert newest.commit[:12] not in checked.history[0].why
+
+
+def test_files_of_others_beside_the_refs_are_passed_over(remote: Remote, bucket: Path) -> None:
+    (bucket / "refs" / ".DS_Store").write_bytes(b"of a file manager")
+    checked = remote.check()
+    assert (checked.refs, checked.problems) == (["main", "second"], [])
+    assert remote.refs() == ["main", "second"]
+    assert remote.gc(dry_run=True).condemned == 0
+
+
+@pytest.mark.parametrize(
+    "note", ["n" * 65_537, "\ud800", None, b"bytes"], ids=["long", "half", "none", "bytes"]
+)
+def test_a_note_that_no_commit_can_have_is_refused(remote: Remote, note: Any) -> None:
+    with pytest.raises(InvalidValueError, match="a note is text"):
+        remote.push(note=note)
+    remote.push(ref="noted", note="é" * 32_768)
+    assert remote.log("noted")[0].note == "é" * 32_768
 
 
 def test_a_place_that_is_no_remote_is_an_error(remote: Remote, bucket: Path) -> None:
