@@ -19,7 +19,8 @@ import pytest
 from castore import Store
 from castore.index.beacon import Beacon
 from castore.objects.codecs import FRAME_SIZE
-from tests.helpers import LONG, agrees_with_disk, in_processes, mixed, noise, text
+from castore.system.file_locks import lock_byte
+from tests.helpers import LONG, agrees_with_disk, in_processes, mixed, noise, text, wait_for_call
 from tests.torture.kills import after, before, pause, paused
 
 METHODS = ["fork", "forkserver", "spawn"]
@@ -205,7 +206,7 @@ def test_a_killed_compute_leaves_nobody_waiting(store: Store) -> None:
     assert began.wait(60)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get_or_compute, "key", lambda: 2)
-        time.sleep(0.1)
+        wait_for_call(lock_byte)
         assert not waiting.done()
         victim.kill()
         victim.join()
@@ -235,6 +236,7 @@ def test_a_killed_compute_whose_children_live_on_leaves_nobody_waiting(store: St
             orphan = int(victim.stdout.readline())
             try:
                 waiting = pool.submit(store.get_or_compute, "key", lambda: 2)
+                wait_for_call(lock_byte)
                 assert not waiting.done()
                 victim.kill()
                 victim.wait()
