@@ -109,7 +109,7 @@ def agrees_with_disk(store: Store) -> None:
     assert {blob for blob in blobs if blob.pack > 0} <= on_disk
 
 
-def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 60.0) -> list[Any]:
+def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 240.0) -> list[Any]:
     """Run ``task(0)`` to ``task(count - 1)``, each in a forked process, all at once; their results, in
     order.
     """
@@ -133,7 +133,7 @@ def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 
         answers = [_answer(receiver, timeout) for receiver, _ in pipes]
         if all(good for good, _ in answers):
             for child in children:  # killed on its way out, it would leave behind what the next test finds
-                child.join(60)
+                child.join(240)
     finally:
         for child in children:
             child.kill()

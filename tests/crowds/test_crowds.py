@@ -79,7 +79,7 @@ def test_parent_and_forked_child_write_to_packs_of_their_own(store: Store) -> No
             store.put(f"child/{number}/{i}", noise(500, number * 100 + i))
 
     def parent() -> None:
-        assert all_are_there.wait(30)
+        assert all_are_there.wait(120)
         for i in range(200):
             store.put(f"parent/{i}", noise(400, i))
 
@@ -165,7 +165,7 @@ def test_keys_are_computed_side_by_side(store: Store) -> None:
     all_computing = multiprocessing.get_context("fork").Barrier(6)
 
     def ask(process: int) -> object:
-        return store.get_or_compute(f"key/{process}", lambda: all_computing.wait(30) >= 0)
+        return store.get_or_compute(f"key/{process}", lambda: all_computing.wait(120) >= 0)
 
     assert in_processes(6, ask) == [True] * 6
 

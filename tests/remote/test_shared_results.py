@@ -553,7 +553,7 @@ def test_nodes_that_ask_at_once_compute_once(nodes: Nodes) -> None:
         with Store(nodes.folder / f"node{number}", remote="team") as store:
             return [store.get_or_compute(key, partial(compute, key)) for key in keys]
 
-    answers = in_processes(count, ask, timeout=120)
+    answers = in_processes(count, ask)
     assert answers == [[key.upper() for key in keys]] * count
     assert sorted(log.read_text().split()) == keys
     until(lambda: not list(nodes.bucket.listing("claims/")))

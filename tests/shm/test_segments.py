@@ -50,7 +50,7 @@ def test_children_of_every_start_method_share_the_bytes(method: str, name: str) 
     child.start()
     assert here.recv() == b"\x05abc"
     assert here.recv() is False
-    child.join(30)
+    child.join(120)
     assert child.exitcode == 0
     assert segment.buffer[0] == 10
     assert path_of(name).exists(), "a child that leaves must not take the segment along"
@@ -161,7 +161,7 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_run(name: str) -> Non
     assert child.pid is not None
     assert path_of(name).exists()
     os.kill(child.pid, signal.SIGKILL)
-    child.join(30)
+    child.join(120)
     # Nobody is left to remove it, but any program of this machine that makes a segment.
     fresh = Segment(name, 4096, {"another": "layout"})
     assert fresh.created
@@ -222,7 +222,7 @@ def test_processes_that_come_and_go_never_meet_a_broken_segment(name: str) -> No
         pipes.append(here)
     assert [pipe.recv() for pipe in pipes[4:]] == ["done"] * 4
     for child in multiprocessing.active_children():
-        child.join(30)
+        child.join(120)
 
 
 def test_another_users_segment_is_an_error_that_says_whose(name: str) -> None:

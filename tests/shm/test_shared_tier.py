@@ -178,7 +178,7 @@ def test_a_child_forked_while_threads_write_is_not_stuck(tmp_path: Path) -> None
         thread.start()
     try:
         for _ in range(20 if LONG else 6):
-            in_processes(1, lambda _: [pieces.read(index) for index in range(40)], timeout=20)
+            in_processes(1, lambda _: [pieces.read(index) for index in range(40)])
     finally:
         stop.set()
         for thread in threads:

@@ -169,7 +169,7 @@ def _on_one_thread(function: Callable[..., None], *arguments: Any) -> None:
 def _set_at_once(cache: SharedCache, barrier: Any, value: int, pipe: Connection) -> None:
     try:
         for index in range(len(cache)):
-            barrier.wait(30)
+            barrier.wait(120)
             cache.set_slot(index, torch.full((1000,), value))
         pipe.send(None)
     except Exception as error:
@@ -187,7 +187,7 @@ def test_workers_that_set_one_slot_at_once_raise_nothing_and_the_first_stays(dim
         pipes.append(here)
     assert [pipe.recv() for pipe in pipes] == [None] * 3
     for child in multiprocessing.active_children():
-        child.join(30)
+        child.join(120)
     assert all(len(set(cache[index].tolist())) == 1 for index in range(100))
 
 
@@ -222,7 +222,7 @@ def test_readers_see_one_writers_sample_whole_however_many_overwrite_and_clear(r
     finally:
         for writer in writers:
             writer.kill()
-            writer.join(30)
+            writer.join(120)
     assert set(seen) == {20, 25, 30}, "the test must have seen all writers at work"
 
 
@@ -237,7 +237,7 @@ def test_a_writer_killed_in_the_middle_leaves_a_slot_that_is_empty_and_can_be_se
         while cache._arena.slots.state(0) is not SlotState.WRITING:
             pass
         os.kill(writer.pid, signal.SIGKILL)
-        writer.join(30)
+        writer.join(120)
         if cache._arena.slots.state(0) is SlotState.WRITING:
             break
     assert cache._arena.slots.state(0) is SlotState.WRITING, "no attempt hit the middle of a write"
@@ -269,7 +269,7 @@ def test_a_killed_loader_leaves_nothing_once_its_workers_are_gone(warm_torch: Wa
     )
     assert warm_torch.start(["-c", script], cwd=ROOT).wait(60) == -signal.SIGKILL
     path = path_of("test-killed-loader")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:  # its workers notice within seconds that it is gone; whoever makes a cache next clears up
         SharedCache("1MB", 1, (1,))
         if not path.exists():
@@ -339,7 +339,7 @@ def _ranks(environments: list[dict[str, str]], limits: list[str]) -> list[Any]:
         pipes.append(here)
     found = [pipe.recv() if pipe.poll(60) else None for pipe in pipes]
     for child in multiprocessing.active_children():
-        child.join(30)
+        child.join(120)
     return found
 
 
@@ -377,7 +377,7 @@ def _proportional_bytes(cache: SharedCache, workers: int) -> int:
     finally:
         turn.wait(60)
         for child in children:
-            child.join(30)
+            child.join(120)
 
 
 class _Self:
