@@ -334,7 +334,7 @@ def test_a_child_does_not_hang_whose_parent_leaves_just_after_the_fork() -> None
 _FORKS_WHILE_A_THREAD_LEAVES = """
 import fcntl, os, sys
 from castore.shm import segments
-segment = segments.Segment("forked-meanwhile", 64, {})
+segment = segments.Segment(sys.argv[1], 64, {})
 unlock, held = segments._unlock_and_close, []
 def fork_first(fd):  # as another thread might, while this one holds the lock for itself alone
     ready, go = os.pipe()
@@ -347,7 +347,7 @@ def fork_first(fd):  # as another thread might, while this one holds the lock fo
     unlock(fd)
 segments._unlock_and_close = fork_first
 assert not segments.is_alive("nobody")
-fd = os.open(segments.path_of("forked-meanwhile"), os.O_RDWR)
+fd = os.open(segments.path_of(sys.argv[1]), os.O_RDWR)
 segment.close()
 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody has the lock any more, though the child lives
 for go, pid in held:
@@ -356,8 +356,8 @@ for go, pid in held:
 """
 
 
-def test_a_child_forked_while_a_segment_is_left_keeps_nobody_waiting() -> None:
-    command = [sys.executable, "-c", _FORKS_WHILE_A_THREAD_LEAVES]
+def test_a_child_forked_while_a_segment_is_left_keeps_nobody_waiting(name: str) -> None:
+    command = [sys.executable, "-c", _FORKS_WHILE_A_THREAD_LEAVES, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
