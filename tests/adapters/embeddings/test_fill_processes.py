@@ -150,7 +150,7 @@ def test_what_a_killed_process_had_claimed_is_encoded_by_who_waits_for_it(
     assert cache.fill(range(500), range(500), quick, batch_size=5) == 500
     ended = time.monotonic()
     assert killed, "it did not wait for the living"
-    assert ended - killed[0] < 20
+    assert ended - killed[0] < 80
     child.join()
     assert torch.equal(cache.get(range(500)), vectors(list(range(500)), 16))
 
