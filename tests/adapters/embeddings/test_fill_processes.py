@@ -29,7 +29,7 @@ _FORK = multiprocessing.get_context("fork")
 
 def until(path: Path, lines: int) -> None:
     """Wait until a log has so many lines."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not path.exists() or len(path.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, f"{path} has no {lines} lines"
         time.sleep(0.005)
