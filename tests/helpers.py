@@ -12,11 +12,13 @@ import os
 import random
 import subprocess
 import sys
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -107,7 +109,7 @@ def agrees_with_disk(store: Store) -> None:
     assert {blob for blob in blobs if blob.pack > 0} <= on_disk
 
 
-def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 60.0) -> list[Any]:
+def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 240.0) -> list[Any]:
     """Run ``task(0)`` to ``task(count - 1)``, each in a forked process, all at once; their results, in
     order.
     """
@@ -131,7 +133,7 @@ def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 
         answers = [_answer(receiver, timeout) for receiver, _ in pipes]
         if all(good for good, _ in answers):
             for child in children:  # killed on its way out, it would leave behind what the next test finds
-                child.join(60)
+                child.join(240)
     finally:
         for child in children:
             child.kill()
@@ -142,6 +144,20 @@ def in_processes(count: int, task: Callable[[int], object], *, timeout: float = 
     failures = [answer for good, answer in answers if not good]
     assert not failures, f"{len(failures)} of {count} processes failed; the first:\n{failures[0]}"
     return [answer for _, answer in answers]
+
+
+def wait_for_call(function: Any) -> None:
+    """Wait until a thread of this process is inside a function: a waiting one shows nothing else."""
+    wanted, deadline = function.__code__, time.monotonic() + 60
+    while not any(wanted in _codes(frame) for frame in sys._current_frames().values()):
+        assert time.monotonic() < deadline, f"nobody called {function.__qualname__}"
+        time.sleep(0.001)
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def in_small_process(task: Callable[..., T], *arguments: Any) -> T:

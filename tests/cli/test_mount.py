@@ -68,7 +68,7 @@ def test_doctor_says_what_to_do_about_a_mountpoint_whose_daemon_was_killed(
     shell: Shell, castore: Start, store: Store, place: Path
 ) -> None:
     daemon = castore("mount", place, "--foreground")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (place / "data" / "a.txt").exists():
         assert daemon.poll() is None
         assert time.monotonic() < deadline
@@ -94,7 +94,7 @@ def test_options_reach_the_mount(shell: Shell, store: Store, place: Path) -> Non
 
 def test_foreground_serves_until_it_is_asked_to_end(castore: Start, store: Store, place: Path) -> None:
     process = castore("mount", place, "--foreground")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (place / "data" / "a.txt").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline

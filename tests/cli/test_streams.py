@@ -255,7 +255,7 @@ def test_an_interrupt_that_python_would_forget_is_not(slow: str) -> None:
         "def work():\n"
         "    late = Late()\n"
         "    del late\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(200)\n"
         "commands.command = lambda: type('C', (), {'main': lambda self, **_: work()})()\n"
         "main.run()\n"
     )
@@ -265,7 +265,7 @@ def test_an_interrupt_that_python_would_forget_is_not(slow: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (130, b"", b"castore: interrupted\n")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from castore import Store
 from tests.cli.conftest import Cli
+from tests.clocks import pass_time
 from tests.helpers import noise
 from tests.remote.nodes import end_fetcher, know
 
@@ -23,10 +23,12 @@ def damage(folder: Path) -> None:
     target.write_bytes(content)
 
 
-def test_gc_dry_run_says_what_a_run_then_does(cli: Cli, store: Store) -> None:
+def test_gc_dry_run_says_what_a_run_then_does(
+    cli: Cli, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put("noise", os.urandom(300_000))
-    store.put("over", b"x", ttl=0.01)
-    time.sleep(0.02)
+    store.put("over", b"x", ttl="1h")
+    pass_time(monkeypatch, 7200)
     dry = cli("gc", "--max-size", "200KB", "--dry-run", "--json").json
     assert store.entry("noise") is not None
     wet = cli("gc", "--max-size", "200KB", "--json").json

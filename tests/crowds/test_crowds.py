@@ -19,7 +19,8 @@ import pytest
 from castore import Store
 from castore.index.beacon import Beacon
 from castore.objects.codecs import FRAME_SIZE
-from tests.helpers import LONG, agrees_with_disk, in_processes, mixed, noise, text
+from castore.system.file_locks import lock_byte
+from tests.helpers import LONG, agrees_with_disk, in_processes, mixed, noise, text, wait_for_call
 from tests.torture.kills import after, before, pause, paused
 
 METHODS = ["fork", "forkserver", "spawn"]
@@ -78,7 +79,7 @@ def test_parent_and_forked_child_write_to_packs_of_their_own(store: Store) -> No
             store.put(f"child/{number}/{i}", noise(500, number * 100 + i))
 
     def parent() -> None:
-        assert all_are_there.wait(30)
+        assert all_are_there.wait(120)
         for i in range(200):
             store.put(f"parent/{i}", noise(400, i))
 
@@ -164,7 +165,7 @@ def test_keys_are_computed_side_by_side(store: Store) -> None:
     all_computing = multiprocessing.get_context("fork").Barrier(6)
 
     def ask(process: int) -> object:
-        return store.get_or_compute(f"key/{process}", lambda: all_computing.wait(30) >= 0)
+        return store.get_or_compute(f"key/{process}", lambda: all_computing.wait(120) >= 0)
 
     assert in_processes(6, ask) == [True] * 6
 
@@ -197,7 +198,7 @@ def test_a_killed_compute_leaves_nobody_waiting(store: Store) -> None:
 
     def compute() -> int:
         began.set()
-        time.sleep(60)
+        time.sleep(600)
         return 1
 
     victim = context.Process(target=store.get_or_compute, args=("key", compute))
@@ -205,7 +206,7 @@ def test_a_killed_compute_leaves_nobody_waiting(store: Store) -> None:
     assert began.wait(60)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get_or_compute, "key", lambda: 2)
-        time.sleep(0.1)
+        wait_for_call(lock_byte)
         assert not waiting.done()
         victim.kill()
         victim.join()
@@ -235,6 +236,7 @@ def test_a_killed_compute_whose_children_live_on_leaves_nobody_waiting(store: St
             orphan = int(victim.stdout.readline())
             try:
                 waiting = pool.submit(store.get_or_compute, "key", lambda: 2)
+                wait_for_call(lock_byte)
                 assert not waiting.done()
                 victim.kill()
                 victim.wait()

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from castore import FullError, Store
+from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
 from castore.write.incoming import BUFFERED_BYTES
-from tests.helpers import in_processes, noise, recount
+from tests.helpers import in_processes, noise, recount, wait_for_call
 
 
 def journal_agrees(store: Store) -> bool:
@@ -53,10 +54,11 @@ def test_an_interrupted_put_lets_go_of_the_index(store: Store) -> None:
             go_on.wait(60)
 
     def interrupt_and_let_go() -> None:
-        time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-        time.sleep(0.05)
-        go_on.set()
+        try:
+            wait_for_call(Write.begin)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        finally:
+            go_on.set()
 
     def interrupted_put() -> None:
         threading.Thread(target=interrupt_and_let_go).start()

@@ -79,12 +79,12 @@ def test_closing_beside_a_thread_that_is_inside_sqlite_opens_the_index_once(
             rows = store.index.file.stream("SELECT name FROM entries")
             next(rows)
             is_inside.set()
-            may_leave.wait(30)
+            may_leave.wait(120)
             rows.close()
 
         thread = threading.Thread(target=read)
         thread.start()
-        assert is_inside.wait(30)
+        assert is_inside.wait(120)
         opened: list[float] = []
         open_reader = Connections._open_reader
 

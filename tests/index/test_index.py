@@ -17,10 +17,22 @@ import pytest
 from sqlite_utils import Database, Migrations
 
 from castore import NameConflictError, Store, StoreError, settings
+from castore.index.database import Index
 from castore.index.schema import SCHEMA_VERSION
 from castore.records import HEAD_SIZE
 from castore.repair import doctor
-from tests.helpers import agrees_with_disk, flip, in_processes, mixed, noise, payload, recount, text
+from tests.clocks import pass_time
+from tests.helpers import (
+    agrees_with_disk,
+    flip,
+    in_processes,
+    mixed,
+    noise,
+    payload,
+    recount,
+    text,
+    wait_for_call,
+)
 
 
 def operations(store: Store, chance: random.Random) -> list[Callable[[], object]]:
@@ -286,20 +298,18 @@ def test_damage_to_the_journal_costs_the_names_it_hit(store: Store) -> None:
 
 def test_a_busy_index_makes_writers_wait_and_readers_not(store: Store) -> None:
     store.put("a", b"x")
-    begun = threading.Event()
 
     def put() -> float:
-        begun.set()
         store.put("b", b"y")
         return time.monotonic()
 
     with ThreadPoolExecutor(2) as pool:
         with store.index.write():
             writer = pool.submit(put)
-            assert begun.wait(60)
             # In a thread that does not hold the lock: with the lock held, the call would hang.
             assert pool.submit(store.get, "a").result(60) == b"x"
-            time.sleep(1.2)
+            wait_for_call(Index.transact)
+            assert not writer.done()
             released = time.monotonic()
         assert writer.result(60) >= released
     assert store.get("b") == b"y"
@@ -330,10 +340,12 @@ def test_a_pack_cut_short_behind_its_writer_is_left(store: Store) -> None:
     assert store.get("a") is None
 
 
-def test_a_pack_removed_behind_its_writer_is_left_within_a_second(store: Store) -> None:
+def test_a_pack_removed_behind_its_writer_is_left_within_a_second(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put("a", text(500))
     payload(store, "a")[0].unlink()
-    time.sleep(1.05)
+    pass_time(monkeypatch, 1.05)
     store.put("b", text(600))
     store.objects.packs.close()
     assert store.get("b") == text(600)

@@ -48,7 +48,7 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
         mountpoints.detach(path, lazy=True)
 
 
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"

@@ -64,10 +64,10 @@ def test_repointed_name_shows_within_a_second(live: Path, store: Store) -> None:
             waited.append(time.monotonic() - put)
         return sorted(waited)
 
-    # Load on the machine can spoil a round or two; a slow mount spoils all of them.
+    # Load on the machine can spoil some of the five waits, and some rounds; a slow mount spoils all.
     rounds = [waits("round 0")]
-    while rounds[-1][2] >= 1.0:
-        assert len(rounds) < 5, rounds
+    while rounds[-1][1] >= 1.0:
+        assert len(rounds) < 10, rounds
         rounds.append(waits(f"round {len(rounds)}"))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from castore import Store
+from tests.clocks import pass_time
 from tests.helpers import in_processes, records
 from tests.mount.conftest import until
 from tests.mount.test_damage import fails
@@ -28,7 +28,9 @@ def test_what_needs_a_dictionary_reads_like_any_file(live: Path, store: Store) -
         assert file.read(40) == NEW[7][30:70]
 
 
-def test_without_its_dictionary_a_file_is_an_error_and_never_other_bytes(live: Path, store: Store) -> None:
+def test_without_its_dictionary_a_file_is_an_error_and_never_other_bytes(
+    live: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.train_dictionary("rec", SEEN)
     entry = store.put("rec/x", NEW[0])
     assert os.getxattr(live / "rec" / "x", "user.castore.digest").decode() == entry.digest
@@ -37,7 +39,7 @@ def test_without_its_dictionary_a_file_is_an_error_and_never_other_bytes(live: P
     with pytest.raises(OSError, match="error") as caught:
         (live / "rec" / "x").read_bytes()
     assert caught.value.errno == errno.EIO
-    time.sleep(1.1)  # for up to a second, a put may rely on a dictionary that was removed by hand
+    pass_time(monkeypatch, 1.1)  # for up to a second, a put may rely on a dictionary that was removed by hand
     with pytest.warns(RuntimeWarning, match="without their dictionary"):
         store.put("rec/x", NEW[0])
     until(lambda: fails((live / "rec" / "x").read_bytes) is None)

@@ -308,7 +308,7 @@ def test_lookups_under_way_are_waited_for() -> None:
     assert not lookups.settle(timeout=0.05)
     ending = threading.Timer(0.1, lookups._running.clear)
     ending.start()
-    assert lookups.settle(timeout=5.0)
+    assert lookups.settle(timeout=60.0)
 
 
 def test_file_in_use_is_known_to_gc_by_its_lookups(store: Store) -> None:

@@ -109,7 +109,11 @@ def _answers_no_more(mountpoint: Path) -> Iterator[None]:
 
 
 def _waits_in_the_kernel(pid: int) -> bool:
-    return any("inval" in (task / "wchan").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            if "inval" in (task / "wchan").read_text():
+                return True
+    return False
 
 
 def test_busy_mount_stays_and_umount_names_who_uses_it(mountpoint: Path, tmp_path: Path) -> None:
@@ -138,14 +142,9 @@ def test_defect_that_every_request_meets_is_logged_once(mountpoint: Path, tmp_pa
 
 
 def test_sigterm_unmounts_and_serves_open_handles_to_their_end(mountpoint: Path, tmp_path: Path) -> None:
-    # A single time may be long because the machine stood still.
-    assert any(_seconds_after_its_reader(mountpoint, tmp_path) < 2.0 for _ in range(5))
-
-
-def _seconds_after_its_reader(mountpoint: Path, tmp_path: Path) -> float:
-    """Seconds from closing a file that was open at a SIGTERM."""
     record = tmp_path / "record.json"
-    pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
+    daemon = command("--record", os.fspath(record), "--grace", "200")
+    pid = mount_background(daemon, mountpoint, log_path=tmp_path / "log")
     written = DaemonRecord.read(record)
     assert written is not None
     with (mountpoint / "pattern").open("rb", buffering=0) as held:
@@ -154,31 +153,21 @@ def _seconds_after_its_reader(mountpoint: Path, tmp_path: Path) -> float:
         until(lambda: mountpoints.mount_at(mountpoint) is None)
         held.seek(900_000)
         assert held.read(1000) == PATTERN[900_000:901_000]
-    begun = time.monotonic()
-    until(lambda: not written.alive())
-    took = time.monotonic() - begun
+    until(lambda: not written.alive(), seconds=100)
     assert "cut off" not in (tmp_path / "log").read_text()
-    return took
 
 
 def test_second_sigterm_does_not_wait_for_open_handles(mountpoint: Path, tmp_path: Path) -> None:
-    # A single time may be long because the machine stood still.
-    assert any(_seconds_to_end(mountpoint, tmp_path) < 2.0 for _ in range(5))
-
-
-def _seconds_to_end(mountpoint: Path, tmp_path: Path) -> float:
-    """Seconds from the second of two SIGTERMs, while a file is open."""
     record = tmp_path / "record.json"
-    pid = mount_background(command("--record", os.fspath(record)), mountpoint, log_path=tmp_path / "log")
+    daemon = command("--record", os.fspath(record), "--grace", "200")
+    pid = mount_background(daemon, mountpoint, log_path=tmp_path / "log")
     written = DaemonRecord.read(record)
     assert written is not None
     with (mountpoint / "pattern").open("rb", buffering=0):
         os.kill(pid, signal.SIGTERM)
         until(lambda: mountpoints.mount_at(mountpoint) is None)
-        begun = time.monotonic()
         os.kill(pid, signal.SIGTERM)
-        until(lambda: not written.alive())
-        return time.monotonic() - begun
+        until(lambda: not written.alive(), seconds=100)
 
 
 def test_mount_of_a_killed_program_goes_away(mountpoint: Path) -> None:
@@ -232,11 +221,11 @@ def test_daemon_that_dies_at_once_is_reported(mountpoint: Path, tmp_path: Path) 
 
 
 def test_daemon_that_never_gets_ready_is_ended(mountpoint: Path, tmp_path: Path) -> None:
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleeper = [sys.executable, "-c", "import time; time.sleep(500)"]
     started = time.monotonic()
     with pytest.raises(MountError, match="did not get ready in time"):
         mount_background(sleeper, mountpoint, log_path=tmp_path / "log", timeout=0.5)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100
 
 
 def test_mountpoint_that_overlaps_its_store_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from castore_fuse.daemon import serve
@@ -200,6 +201,7 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--lifeline-fd", type=int)
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--grace", type=float, help="seconds that open files are served at the end")
     arguments = parser.parse_args()
 
     def make_session() -> Session:
@@ -217,6 +219,8 @@ def main() -> int:
             toy.file(toy.root, b"big", pattern(1 << 20) * (arguments.big >> 20))
         options = mount_options(arguments.source, allow_other=arguments.allow_other)
         session = Session(toy, arguments.mountpoint, options, threads=arguments.threads)
+        if arguments.grace:
+            session.run = partial(session.run, grace=arguments.grace)  # type: ignore[method-assign]
         if arguments.orders:
             threading.Thread(target=take_orders, args=(arguments.orders, toy, session), daemon=True).start()
         return session

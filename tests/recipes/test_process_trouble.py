@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_what_is_done(
     assert (place / "marks").stat().st_size == rows
 
 
-def until(true: Callable[..., bool], seconds: float = 60.0) -> None:
+def until(true: Callable[..., bool], seconds: float = 180.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end
@@ -209,7 +209,7 @@ def test_workers_end_with_the_run_that_started_them(
         assert start.pid not in working(place, start)
         (os.killpg if to_all else os.kill)(start.pid, number)
         # A leftover process would still hold the stream of the messages.
-        _, err = start.communicate(timeout=60)
+        _, err = start.communicate(timeout=240)
         assert (start.returncode, err) == (code, words)
         until(lambda: not session(start.pid))
     finally:
@@ -232,7 +232,7 @@ def test_sigterm_leaves_what_is_done_of_a_run_without_workers(
     start = castore("process", "--config", path)
     until((place / "pids").exists)
     start.terminate()
-    _, err = start.communicate(timeout=60)
+    _, err = start.communicate(timeout=240)
     assert (start.returncode, err) == (143, b"castore: terminated\n")
     rows = (place / "marks").stat().st_size
     (place / "quick").touch()

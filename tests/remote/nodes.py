@@ -37,7 +37,7 @@ CONTENTS = (
 )
 
 
-def know(store: Store, name: str, url: str, *, read_only: bool = False) -> Remote:
+def know(store: Store, name: str, url: str, *, read_only: bool = False, rate: int | None = None) -> Remote:
     """Let a store know a remote, as `Store.add_remote` does.
 
     No process tries the place out, which takes longer than many a test. A folder becomes a remote here, and
@@ -45,7 +45,7 @@ def know(store: Store, name: str, url: str, *, read_only: bool = False) -> Remot
     """
     if url.startswith("file:"):
         marker.prepare(open_bucket(url), read_only=read_only)
-    Remotes(store.path, store.settings).add(RemoteSettings(name, url, read_only))
+    Remotes(store.path, store.settings).add(RemoteSettings(name, url, read_only, rate=rate))
     return store.remote(name)
 
 

@@ -434,7 +434,7 @@ def team(seaweedfs: Place, link: Proxy, stored: str) -> Iterator[str]:
     there = {
         **seaweedfs.environment,
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}",
-        "CASTORE_REMOTE_TIMEOUT": "6",
+        "CASTORE_REMOTE_TIMEOUT": "60",  # more than a busy machine needs
     }
     with environment(there):
         yield stored
@@ -453,7 +453,7 @@ def test_faults_of_the_network_are_not_felt(team: str, link: Proxy, tmp_path: Pa
 def test_bytes_that_are_here_are_read_at_once_while_the_network_hangs(
     team: str, link: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CASTORE_REMOTE_TIMEOUT", "90")
+    monkeypatch.setenv("CASTORE_REMOTE_TIMEOUT", "300")
     with node(tmp_path / "two", team) as two:
         with castore_fuse.mounted(two, remote="team") as root:
             assert read(root) == CONTENTS
@@ -464,7 +464,7 @@ def test_bytes_that_are_here_are_read_at_once_while_the_network_hangs(
             began = time.monotonic()
             assert read(root) == CONTENTS
             assert here(root / "large") == int(os.getxattr(root / "large", "user.castore.stored"))
-            assert time.monotonic() - began < 45, "nobody has waited for an answer"
+            assert time.monotonic() - began < 150, "nobody has waited for an answer"
 
 
 @pytest.mark.parametrize("is_pulled", [False, True], ids=["mounted", "pulled"])
@@ -503,8 +503,9 @@ def test_credentials_that_are_refused_do_not_stick(
 
 
 def test_without_a_network_reads_fail_in_time_and_go_on_after_it(
-    team: str, link: Proxy, tmp_path: Path
+    team: str, link: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CASTORE_REMOTE_TIMEOUT", "8")
     with node(tmp_path / "two", team) as two, castore_fuse.mounted(two, remote="team") as root:
         assert (root / "middle").read_bytes() == CONTENTS["middle"]
         link.inject(LOST_REQUEST, ALWAYS)
@@ -514,7 +515,7 @@ def test_without_a_network_reads_fail_in_time_and_go_on_after_it(
         for name in ("large", "one", "small/001"):
             assert fails((root / name).read_bytes)
         # One of the three waits for the time-out, and the others hear of it.
-        assert time.monotonic() - began < 40
+        assert time.monotonic() - began < 120
         link.heal()
         until(lambda: not fails(partial(_check, root / "large", CONTENTS["large"])))
         assert read(root) == CONTENTS

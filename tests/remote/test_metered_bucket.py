@@ -30,12 +30,16 @@ class Counting(FolderBucket):
 
     running = most = 0
     lock = threading.Lock()
+    three = threading.Event()
 
     def get(self, key: str) -> Versioned:
         with self.lock:
             self.running += 1
             self.most = max(self.most, self.running)
+            if self.running == 3:
+                self.three.set()
         try:
+            assert self.three.wait(60)
             # Others come meanwhile, if they may.
             time.sleep(0.01)
             return super().get(key)
@@ -85,7 +89,7 @@ def test_requests_bytes_and_errors_are_counted(store: Store, tmp_path: Path) -> 
 
 
 def test_requests_that_are_tried_again_are_told_from_those_that_fail(store: Store, seaweedfs: Place) -> None:
-    patience = Patience(connect=2, silence=5, retries=3, deadline=10)
+    patience = Patience(connect=10, silence=60, retries=3, deadline=120)
     seaweedfs.open("retried").put("one", b"1")
     with proxy(seaweedfs.port) as link:
         with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,6 +14,7 @@ from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, R
 from castore.remote.bucket import Listed, Versioned
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.probe import probe
+from tests.mount.conftest import until
 from tests.remote.servers import READER, READERS_SECRET, Place, free_ports, has_azurite
 
 STORAGES = ["folder", "moto", "seaweedfs", *(["azurite"] if has_azurite() else [])]
@@ -108,11 +108,15 @@ class OtherRanges(FolderBucket):
 class CreatesInTurns(FolderBucket):
     """Looks, and then writes: only those that race get through."""
 
+    looked: ClassVar[list[str]] = []
+
     def create(self, key: str, data: bytes) -> bool:
         try:
             super().get(key)
         except RemoteMissingError:
-            time.sleep(0.05)  # a race that is won by all
+            self.looked.append(key)
+            if "created" in key:  # many race: two have looked before one writes
+                until(lambda: self.looked.count(key) > 1)
             if not super().create(key, data):
                 assert super().replace(key, data, super().get(key).version) is not None
             return True
@@ -158,7 +162,7 @@ def test_one_fault_is_found_and_told(tmp_path: Path, fault: str) -> None:
     assert told in "\n".join(found.sentences)
     if ability == "clock":
         assert found.clock is not None
-        assert 3590 < abs(found.clock) < 3610
+        assert abs(found.clock) == pytest.approx(3600, abs=300)  # a busy machine takes its time
         assert (found.clock > 0) == ("ahead" in fault)
         assert found.fit_for_sharing
         return

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ from tests.helpers import agrees_with_disk, in_processes, noise
 from tests.remote.nodes import know
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+#: Bytes a second, so that a transfer is still under way when a busy machine comes to interrupt it.
+SLOW = 10_000_000
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def test_the_process_ends_with_its_caller_and_the_next_push_goes_on(store: Store
     bulk = noise(3_000_000)
     for number in range(40):
         store.put(f"large/{number}", b"%2d" % number + bulk[2:], codec="none")
-    know(store, "team", url)
+    know(store, "team", url, rate=SLOW)
     program = (
         "import sys; from castore import Store\n"
         "def tell(done, total):\n"
@@ -110,6 +113,8 @@ def test_the_process_ends_with_its_caller_and_the_next_push_goes_on(store: Store
         store.remote("team").log()
     there = {listed.key for listed in FolderBucket(Path(url.removeprefix("file://"))).listing("objects/")}
     assert there
+    store.remove_remote("team")
+    know(store, "team", url)
     pushed = store.push(to="team")
     assert pushed.objects <= 40 - len(there) + 4
     assert pushed.added == 40
@@ -117,13 +122,17 @@ def test_the_process_ends_with_its_caller_and_the_next_push_goes_on(store: Store
 
 def children_of(pid: int) -> list[int]:
     """Those that move bytes; servers of other tests are children too."""
-    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [one for one in found if b"castore.remote.transfer" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    found = []
+    for one in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        with suppress(OSError):  # it has ended
+            if b"castore.remote.transfer" in Path(f"/proc/{one}/cmdline").read_bytes():
+                found.append(one)
+    return found
 
 
 def test_ctrl_c_ends_the_process_too(store: Store, url: str) -> None:
     store.put("a", noise(50_000_000), codec="none")
-    know(store, "team", url)
+    know(store, "team", url, rate=SLOW)
     others, started = set(children_of(os.getpid())), set[int]()
 
     def interrupt(done: int, total: int) -> None:
@@ -134,6 +143,8 @@ def test_ctrl_c_ends_the_process_too(store: Store, url: str) -> None:
         store.push(to="team", progress=interrupt)
     assert len(started - others) == 1
     assert not (started - others) & set(children_of(os.getpid()))
+    store.remove_remote("team")
+    know(store, "team", url)
     assert store.push(to="team").added == 1
 
 
@@ -141,8 +152,7 @@ def test_a_killed_process_is_an_error_that_says_what_to_do(store: Store, url: st
     bulk = noise(3_000_000)
     for number in range(40):
         store.put(f"large/{number}", b"%2d" % number + bulk[2:], codec="none")
-    remote = know(store, "team", url)
-
+    remote = know(store, "team", url, rate=SLOW)
     others = set(children_of(os.getpid()))
 
     def kill(done: int, total: int) -> None:
@@ -151,6 +161,8 @@ def test_a_killed_process_is_an_error_that_says_what_to_do(store: Store, url: st
 
     with pytest.raises(RemoteError, match="do the same again"):
         remote.push(progress=kill)
+    store.remove_remote("team")
+    remote = know(store, "team", url)
     remote.push()
     assert remote.log()[0].entries == 40
 

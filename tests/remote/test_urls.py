@@ -209,7 +209,7 @@ def test_a_machine_without_any_credentials_is_told_so_at_once(seaweedfs: Place) 
         without_keys(seaweedfs).fresh()
     with pytest.raises(RemoteDeniedError, match="this machine has no role"):
         without_keys(seaweedfs).fresh(AWS_EC2_METADATA_DISABLED="true")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_a_machine_whose_role_is_refused_is_told_of_credentials(seaweedfs: Place) -> None:

@@ -179,7 +179,7 @@ def test_a_child_forked_in_the_middle_of_writes_can_write(tmp_path: Path) -> Non
                 if pid == 0:
                     store.put(f"child/{child}", b"written")
                     os._exit(0)
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 120
                 while os.waitpid(pid, os.WNOHANG) == (0, 0):
                     assert time.monotonic() < deadline, "the child hangs"
                     time.sleep(0.002)
@@ -264,7 +264,7 @@ def test_a_put_while_the_index_is_replaced_is_refused_and_holds_nobody_up(tmp_pa
     doctor.rebuild_index(tmp_path / "store")
     done = threading.Thread(target=store.put, args=("x", b"2"))
     done.start()
-    done.join(20)
+    done.join(120)
     assert store.get("x") == b"2"
     store.close()
 
@@ -305,7 +305,7 @@ def test_doctor_finds_nothing_wrong_with_a_sound_store_that_is_in_use(tmp_path: 
                     case _:
                         store.put(name, chance.randbytes(chance.choice((100, 2000, 30_000))))
 
-    found, *_ = in_processes(4, lambda number: use(number) if number else examine(), timeout=100)
+    found, *_ = in_processes(4, lambda number: use(number) if number else examine())
     assert found == []
     assert doctor.examine(path) == []
 

@@ -50,7 +50,7 @@ def test_children_of_every_start_method_share_the_bytes(method: str, name: str) 
     child.start()
     assert here.recv() == b"\x05abc"
     assert here.recv() is False
-    child.join(30)
+    child.join(120)
     assert child.exitcode == 0
     assert segment.buffer[0] == 10
     assert path_of(name).exists(), "a child that leaves must not take the segment along"
@@ -161,7 +161,7 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_run(name: str) -> Non
     assert child.pid is not None
     assert path_of(name).exists()
     os.kill(child.pid, signal.SIGKILL)
-    child.join(30)
+    child.join(120)
     # Nobody is left to remove it, but any program of this machine that makes a segment.
     fresh = Segment(name, 4096, {"another": "layout"})
     assert fresh.created
@@ -222,7 +222,7 @@ def test_processes_that_come_and_go_never_meet_a_broken_segment(name: str) -> No
         pipes.append(here)
     assert [pipe.recv() for pipe in pipes[4:]] == ["done"] * 4
     for child in multiprocessing.active_children():
-        child.join(30)
+        child.join(120)
 
 
 def test_another_users_segment_is_an_error_that_says_whose(name: str) -> None:
@@ -334,7 +334,7 @@ def test_a_child_does_not_hang_whose_parent_leaves_just_after_the_fork() -> None
 _FORKS_WHILE_A_THREAD_LEAVES = """
 import fcntl, os, sys
 from castore.shm import segments
-segment = segments.Segment("forked-meanwhile", 64, {})
+segment = segments.Segment(sys.argv[1], 64, {})
 unlock, held = segments._unlock_and_close, []
 def fork_first(fd):  # as another thread might, while this one holds the lock for itself alone
     ready, go = os.pipe()
@@ -347,7 +347,7 @@ def fork_first(fd):  # as another thread might, while this one holds the lock fo
     unlock(fd)
 segments._unlock_and_close = fork_first
 assert not segments.is_alive("nobody")
-fd = os.open(segments.path_of("forked-meanwhile"), os.O_RDWR)
+fd = os.open(segments.path_of(sys.argv[1]), os.O_RDWR)
 segment.close()
 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody has the lock any more, though the child lives
 for go, pid in held:
@@ -356,8 +356,8 @@ for go, pid in held:
 """
 
 
-def test_a_child_forked_while_a_segment_is_left_keeps_nobody_waiting() -> None:
-    command = [sys.executable, "-c", _FORKS_WHILE_A_THREAD_LEAVES]
+def test_a_child_forked_while_a_segment_is_left_keeps_nobody_waiting(name: str) -> None:
+    command = [sys.executable, "-c", _FORKS_WHILE_A_THREAD_LEAVES, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -108,13 +108,19 @@ def test_a_process_killed_while_it_writes_leaves_no_half_frame(tmp_path: Path) -
     path = path_of(segment_name(tmp_path))
     chance = random.Random(0)
     for _ in range(30 if LONG else 12):
+        began, begin = os.pipe()
         pid = os.fork()
         if not pid:
             try:
                 for turn in range(10**9):
                     pieces.object.offer(turn % 60, pieces.bytes_of(turn % 60))
+                    if not turn:
+                        os.write(begin, b"x")
             finally:
                 os._exit(1)
+        os.close(begin)
+        assert os.read(began, 1) == b"x"
+        os.close(began)
         time.sleep(0.01 + 0.02 * chance.random())
         os.kill(pid, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
@@ -178,7 +184,7 @@ def test_a_child_forked_while_threads_write_is_not_stuck(tmp_path: Path) -> None
         thread.start()
     try:
         for _ in range(20 if LONG else 6):
-            in_processes(1, lambda _: [pieces.read(index) for index in range(40)], timeout=20)
+            in_processes(1, lambda _: [pieces.read(index) for index in range(40)])
     finally:
         stop.set()
         for thread in threads:

@@ -24,7 +24,7 @@ from castore.system.forks import block_forks, fork_gate
 from tests.helpers import in_small_process, noise
 
 #: Seconds that a child may take; its work takes a few milliseconds.
-PATIENCE = 40.0
+PATIENCE = 120.0
 
 
 def forked(task: Callable[[], object]) -> int:

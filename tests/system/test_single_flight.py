@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -111,7 +112,7 @@ def test_a_claim_ends_with_its_process_though_a_child_of_it_lives_on(
         if not grandchild:
             os.write(write, f"{release is not None} {os.getpid()}\n".encode())
             os.close(write)
-        threading.Event().wait(60)
+        threading.Event().wait(600)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as lines:
@@ -155,7 +156,7 @@ def test_threads_that_compute_each_others_keys_end_with_an_error_in_one_of_them(
     found: list[object] = [None] * count
 
     def compute(number: int) -> object:
-        started.wait(30)
+        started.wait(120)
         return [stores[number % 2].get_or_compute(f"k{(number + 1) % count}", lambda: "asked for")]
 
     def run(number: int) -> None:
@@ -168,7 +169,7 @@ def test_threads_that_compute_each_others_keys_end_with_an_error_in_one_of_them(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     [at] = [number for number, one in enumerate(found) if isinstance(one, InvalidValueError)]
     assert "threads would wait for one another for ever" in str(found[at])
@@ -207,8 +208,15 @@ def test_a_lock_that_ends_in_another_thread_closes_no_circle(locks: ComputeLocks
 
     thread = threading.Thread(target=other)
     thread.start()
-    asks.wait(30)
-    ender = threading.Timer(0.2, lambda: block.__exit__(None, None, None))
+    asks.wait(120)
+
+    def end_when_both_wait() -> None:
+        deadline = time.monotonic() + 240
+        while len(single_flight._graph._waiting) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        block.__exit__(None, None, None)
+
+    ender = threading.Thread(target=end_when_both_wait)
     ender.start()
     with locks.hold("b"):
         pass

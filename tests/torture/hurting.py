@@ -107,7 +107,7 @@ def shim(root: Path, *command: str | Path) -> Iterator[None]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, *command], env=environment)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while mountpoints.mount_at(root) is None:
             assert time.monotonic() < deadline, "the shim did not mount"
             assert process.poll() is None, "the shim ended"

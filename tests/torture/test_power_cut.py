@@ -99,7 +99,7 @@ def record(tmp_path: Path, mode: str, count: int) -> Path:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr
     return log

@@ -92,7 +92,7 @@ def reads_on_while_gc_removes_everything(
 
     def collect_until(end: float) -> int:
         removed = 0
-        while not removed or time.monotonic() < end:  # the process may have begun after the end
+        while not removed or time.monotonic() < end:  # a busy machine may begin behind the end
             store.put(f"churn/{removed}", noise(20_000, removed))
             removed += len(store.gc(max_size=0, grace=0).evicted)
         return removed

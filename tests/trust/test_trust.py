@@ -265,7 +265,7 @@ def test_a_reader_that_races_a_gc_gets_the_bytes_or_a_miss(store: Store) -> None
                     if answer is not None:
                         hit.set()
 
-    in_processes(4, act, timeout=100)
+    in_processes(4, act)
     assert corrupt_count(store) == 0
 
 

@@ -54,7 +54,7 @@ class Watching:
         self.events.append(json.loads(line))
         return self.events[-1]
 
-    def until(self, event: str, name: str = "", seconds: float = 60.0) -> dict[str, Any]:
+    def until(self, event: str, name: str = "", seconds: float = 180.0) -> dict[str, Any]:
         """Wait for an event of that name, past or coming, and return it; each event is returned once."""
         while True:
             for told in self.events:
@@ -77,7 +77,7 @@ class Watching:
         """End it with a signal, read the rest of its events, and return its exit code."""
         self.process.send_signal(number)
         code = self.process.wait(300)
-        while self._next(60) is not None:
+        while self._next(180) is not None:
             pass
         return code
 

@@ -23,7 +23,7 @@ from castore.adapters.datasets import scratch as work
 file = work.new_file(Store(sys.argv[1]))
 file.write_bytes(bytes(1000))
 print(file, flush=True)
-time.sleep(100)
+time.sleep(600)
 """
 
 Start = Callable[[], tuple[Started, Path]]

@@ -22,7 +22,7 @@ ITEMS = 120
 def wait_for_all(folder: Path) -> None:
     """A barrier of files: every rank has something to encode."""
     (folder / f"begun-{os.environ.get('RANK', '0')}").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(list(folder.glob("begun-*"))) < int(os.environ.get("WORLD_SIZE", "1")):
         if time.monotonic() > deadline:
             raise TimeoutError("some ranks got nothing to encode")

@@ -29,7 +29,7 @@ _FORK = multiprocessing.get_context("fork")
 
 def until(path: Path, lines: int) -> None:
     """Wait until a log has so many lines."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not path.exists() or len(path.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, f"{path} has no {lines} lines"
         time.sleep(0.005)
@@ -150,7 +150,7 @@ def test_what_a_killed_process_had_claimed_is_encoded_by_who_waits_for_it(
     assert cache.fill(range(500), range(500), quick, batch_size=5) == 500
     ended = time.monotonic()
     assert killed, "it did not wait for the living"
-    assert ended - killed[0] < 20
+    assert ended - killed[0] < 80
     child.join()
     assert torch.equal(cache.get(range(500)), vectors(list(range(500)), 16))
 

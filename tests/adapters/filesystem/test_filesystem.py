@@ -620,7 +620,7 @@ def test_a_file_that_is_collected_inside_the_store_is_kept(fs: CastoreFileSystem
         warnings.simplefilter("ignore", ResourceWarning)
         fs.store.index.transact(first)
         assert files == []
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not fs.exists("a") and time.monotonic() < deadline:
             time.sleep(0.01)
     assert fs.info("a")["size"] == 20_000_000
@@ -683,7 +683,7 @@ def test_files_that_are_collected_in_the_middle_of_other_writes_harm_neither(fs:
             for thread in threads:
                 thread.join()
             gc.collect()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while len(fs.find("c")) < 300 and time.monotonic() < deadline:
                 time.sleep(0.01)
     finally:

@@ -79,7 +79,7 @@ def no_leftovers() -> Iterator[None]:
     """Fails a test that leaves something in shared memory; workers get a moment to go."""
     before = shared_files()
     yield
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while shared_files() - before:
         assert time.monotonic() < deadline, f"left in /dev/shm: {shared_files() - before}"
         gc.collect()

@@ -16,6 +16,7 @@ import pytest
 
 from castore import CacheWarning, InvalidValueError, SerializationError, Store, StoreError, TooLargeError
 from castore.adapters.tree import CacheMetadata, DiskCache, TreeCacheManager, level
+from castore.gc import GRACE_SECONDS
 from tests.clocks import pass_time
 from tests.helpers import flip, noise, payload
 
@@ -133,14 +134,13 @@ def test_what_expired_or_was_replaced_goes_from_the_disk_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(level, "SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr("castore.gc.GRACE_SECONDS", 0.2)
-    cache = DiskCache(tmp_path / "cache", expiry_seconds=0.2)
+    cache = DiskCache(tmp_path / "cache", expiry_seconds=1000)
     cache.put("expires", noise(300_000))
-    time.sleep(0.3)
+    pass_time(monkeypatch, 2000)
     cache.put("replaced", noise(300_000, 1))
     assert cache.stats["bytes"] < 400_000
     cache.put("replaced", 1)
-    time.sleep(0.3)
+    pass_time(monkeypatch, GRACE_SECONDS + 1)
     cache.put("last", 1)
     assert cache.stats["bytes"] < 100_000
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from castore.objects.dictionaries import LARGEST, Dictionary, derive_number, wit
 from castore.records import LOST
 from castore.repair import doctor
 from castore.repair.verify import Finding
+from tests.clocks import pass_time
 from tests.helpers import flip, noise, overwrite, payload, records
 from tests.objects.dictionaries.samples import (
     NEW,
@@ -95,7 +95,7 @@ def test_without_any_whole_copy_its_blobs_are_misses_and_heal(
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_without(
-    store: Store, by_hand: bool
+    store: Store, by_hand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dictionary goes between compressing and committing: the bytes must not be committed as they are."""
     store.train_dictionary("rec", SEEN)
@@ -109,7 +109,7 @@ def test_what_was_staged_with_a_dictionary_that_goes_meanwhile_is_compressed_wit
         if by_hand:
             for path in files(store):
                 path.unlink()
-            time.sleep(1.1)
+            pass_time(monkeypatch, 1.1)
         else:
             store.drop_dictionary("rec")
             commit([(staged[0][0]._replace(name="rec/noise 2"), noises.pop())])

@@ -18,7 +18,7 @@ from castore.layout import Kind
 from castore.repair import doctor
 from castore.system.temporary import pid_namespace, process_started
 
-PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
 
 
 def page_paths() -> dict[str, str]:
