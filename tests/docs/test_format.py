@@ -384,7 +384,9 @@ def remote_columns(heading: str) -> list[str]:
 
 def remote_page(bucket: Path, digest: str) -> tuple[int, dict[str, Any]]:
     """The level and the columns of a page of a tree, taken apart as the page says."""
-    begin = bytes.fromhex(re.search(r"A page is the 16 bytes `([0-9a-f \n]+)`", PAGE)[1])  # type: ignore[index]
+    found = re.search(r"A page is the 16 bytes `([0-9a-f \n]+)`", PAGE)
+    assert found is not None
+    begin = bytes.fromhex(found[1])
     raw = (bucket / "trees" / digest).read_bytes()
     assert raw.startswith(begin)
     assert blake3.blake3(raw).hexdigest() == digest
