@@ -102,7 +102,7 @@ class BlobFile(io.RawIOBase):
         super().close()
 
 
-def open_blob(reader: BlobAccess, name: str, on_damage: OnDamage) -> io.BufferedReader:
+def buffered_file(reader: BlobAccess, name: str, on_damage: OnDamage) -> io.BufferedReader:
     """Open a buffered file over a reader. Arguments as for `BlobFile`."""
     # Next to decoding a frame, the cost of copying all of it is small. From shared memory the copy is the
     # cost.

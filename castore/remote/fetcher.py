@@ -46,18 +46,18 @@ from castore.remote.claims import Claim, Claims
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
 from castore.remote.fetcher_client import storage_timeout
-from castore.remote.kept import LARGEST_PART, Part, blob_name
+from castore.remote.kept_bytes import LARGEST_PART, Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
-from castore.remote.passing import check_frames, stretch
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.result_sharing import Answer, Offers, ResultSharing
 from castore.remote.shared_results import SILENT_SECONDS, lookup_timeout
+from castore.remote.unkept_frames import check_frames, frame_span
 from castore.system.ballast import full_disk_error
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
@@ -324,7 +324,7 @@ class Fetcher:
         """
         source, wanted = self._source(remote), _row(row)
         place = wanted.place
-        stop, start, end = stretch(wanted, first)
+        stop, start, end = frame_span(wanted, first)
         if end - start > LARGEST_PART:
             raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {wanted.name!r}")
         key = object_key(place.object, packed=place.is_packed)

@@ -23,11 +23,11 @@ from typing import Any
 from castore.errors import CastoreError, RemoteError
 from castore.parts import Parts
 from castore.remote import commits, marker
+from castore.remote.background_work import BackgroundWork
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.error_values import describe
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.hints import Hints
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.process import open_parts
@@ -110,7 +110,7 @@ class _Call:
 
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
-            Hints().give(partial(FetcherClient(self.parts.path).prepare, remote))
+            BackgroundWork().submit(partial(FetcherClient(self.parts.path).prepare, remote))
         return pull(
             self.parts,
             self.bucket,

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from castore.errors import SerializationError
 from castore.serialize import leaves
+from castore.serialize.bounded_dict import BoundedDict
 from castore.serialize.kinds import MisfitError, tensor_problem
 from castore.serialize.npy import is_array
 from castore.serialize.number_types import NUMBER_TYPES, SIZES
 from castore.serialize.problems import corrupt, refuse
-from castore.serialize.remembered import Remembered
 
 #: The longest header that safetensors accepts.
 _LONGEST_HEADER = 100_000_000
@@ -147,8 +147,8 @@ class _Plan(NamedTuple):
     is_bare: bool
 
 
-_layouts: Remembered[Layout] = Remembered(1 << 20)
-_plans: Remembered[_Plan] = Remembered(1 << 20)
+_layouts: BoundedDict[Layout] = BoundedDict(1 << 20)
+_plans: BoundedDict[_Plan] = BoundedDict(1 << 20)
 
 
 def is_tensor(obj: Any) -> bool:
