@@ -196,7 +196,7 @@ def read_tables(
     with silence(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
-            # Given now, or the reader would look for them in these files.
+            # Given now, or the reader would search these files for them.
             reader.info.features = common.features
             given = _arguments(reader, folder)
             reader.info.features = common.features if common.is_known_first else None

@@ -158,9 +158,9 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
         dataset: datasets.Dataset = input_of_units(digits, find_units(source, seen, store, None), store, load)
     except DependentFileError:
         dataset = find_kept_input(store, digits, load) or dataset_of_key(digits, load)
-    told = pipeline.explain(dataset)
+    explanations = pipeline.explain(dataset)
     before = find_nearest(store, last_input_keys(store, pipeline.name), source.files, seen)
-    return told if before is None else with_files(told, compare(before, source.files, seen))
+    return explanations if before is None else with_files(explanations, compare(before, source.files, seen))
 
 
 def blame(recipe: Recipe, store: Store, row: int) -> Blame:
@@ -304,16 +304,16 @@ def open_source(
         # Map the dataset where it is: another copy gains nothing.
         return identify_by(digits, read(source, ""))
 
-    told = FilesReport() if report is None else report
+    files_report = FilesReport() if report is None else report
 
     def read_all(folder: Path) -> datasets.Dataset:
         rows = read(source, folder)
         seen.check(source.files)
-        told.files_read, told.seconds_saved = len(source.files), 0.0
+        files_report.files_read, files_report.seconds_saved = len(source.files), 0.0
         return rows
 
     def note(kept: Sequence[KeptUnit]) -> None:
-        told.count(kept)
+        files_report.count(kept)
         note_files(store, digits, source.files, seen, [rows for unit in kept for rows in unit.rows])
 
     dataset = open_input(

@@ -286,6 +286,6 @@ def _describe_foreign_line(source: Source) -> str | None:
                             f"line {number} of {path!r} is not UTF-8 (byte 0x{line[error.start]:02x} at "
                             f"{error.start}); convert the file, for example with `iconv -f {guess} -t UTF-8`"
                         )
-        except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it
+        except Exception:  # noqa: BLE001 - of a codec: the file's first reader has raised more of it
             return None
     return None

@@ -13,7 +13,7 @@ that are. Both modules keep bytes that come by the rules of `kept_bytes`, and re
 `lazy_reader`. `unkept_frames` serves bytes for which the store has no room.
 
 Stores share the results of computations over `shared_results`, their door, which asks the fetcher as well:
-`result_sharing` looks for results and offers them, `result_records` has their form, and `claims` keeps nodes
+`result_sharing` looks results up and offers them, `result_records` has their form, and `claims` keeps nodes
 from computing one thing at once.
 
 May import: the parts of a store and the rooms below them; gc, to make room for what comes.

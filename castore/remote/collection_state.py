@@ -31,8 +31,8 @@ STATE = FOLDER + "state"
 IDLE, CONDEMNED, DELETING = "idle", "condemned", "deleting"
 #: Seconds from a push's reading of the state to the last try to move its ref. Grace periods are far longer.
 FRESH_SECONDS = 240.0
-#: Seconds for which a push waits for the end of a deletion, and between two looks.
-WAIT_SECONDS, LOOK_SECONDS = 900.0, 2.0
+#: Seconds for which a push waits for the end of a deletion, and between two polls.
+WAIT_SECONDS, POLL_SECONDS = 900.0, 2.0
 # Keys of one object of a list.
 _KEYS = 200_000
 
@@ -94,7 +94,7 @@ def read_state(bucket: Bucket) -> State:
 def write_state(bucket: Bucket, new: State, seen: State) -> bool:
     """Replace the state if it is still ``seen``; False if somebody else has changed it.
 
-    The collector's id tells its own write from another's after an answer that was lost.
+    After an answer that was lost, the collector's id distinguishes its own write from another's.
     """
     fields = new._asdict()
     del fields["version"]
@@ -171,8 +171,8 @@ class Guard:
                     f"a collection of {self._bucket.url} deletes objects that this push needs, and does not"
                     " end; if its process is gone, `castore remote gc` ends it; then push again"
                 )
-            time.sleep(LOOK_SECONDS)
-            waited += LOOK_SECONDS
+            time.sleep(POLL_SECONDS)
+            waited += POLL_SECONDS
 
     def is_current(self) -> bool:
         """Whether the state is still that of `begin`. If not, the push begins again."""

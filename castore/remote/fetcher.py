@@ -69,7 +69,7 @@ log = logging.getLogger("castore")
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
-#: Seconds without a request after which it ends, and after a reader has said that it is done.
+#: Seconds without a request after which it ends, and the same after a reader's request `done`.
 IDLE_SECONDS, DONE_SECONDS = 10.0, 0.5
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
@@ -203,7 +203,7 @@ class _Coming:
         return found, mine
 
     def end(self, keys: Iterable[Hashable], error: BaseException | None = None) -> None:
-        """Tell those who wait that the keys are there, or why they are not."""
+        """Complete the futures of the keys: with None, or with the error why the keys are not there."""
         with self._lock:
             futures = [self._futures.pop(key, None) for key in keys]
         for future in filter(None, futures):
@@ -231,7 +231,7 @@ class Fetcher:
         self._commit_lock = threading.Lock()
         self._kept = 0
         self._sources: dict[tuple[str, bool], _Source] = {}
-        #: Tells this fetcher from the one before it.
+        #: Distinguishes this fetcher from the one before.
         self.id = uuid.uuid4().hex
         self._coming = _Coming()
 
@@ -448,7 +448,7 @@ class Fetcher:
             future.result()
 
     def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
-        """Do some work, and tell those who wait for the keys."""
+        """Do some work, and complete the futures of the keys."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 (those who wait raise it)

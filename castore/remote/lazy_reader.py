@@ -193,7 +193,7 @@ class LazyReader:
     def _load_kept(self, index: int) -> bytes:
         number = self._division.part_of(index)
         part = self._division.parts[number]
-        self._look_ahead(number)
+        self._fetch_ahead(number)
         length = frame_length(self.blob.size, index)
         for _ in range(_ATTEMPTS):
             reader = self._part(number)
@@ -261,7 +261,7 @@ class LazyReader:
             gone.close()
         return True
 
-    def _look_ahead(self, number: int) -> None:
+    def _fetch_ahead(self, number: int) -> None:
         """Have parts fetched that a reader in order will read next."""
         with self._lock:
             if number == self._at + 1:

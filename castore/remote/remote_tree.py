@@ -50,7 +50,7 @@ from castore.units import format_size
 
 log = logging.getLogger("castore")
 
-#: Seconds between two looks whether the ref has moved.
+#: Seconds between two polls whether the ref has moved.
 FOLLOW_SECONDS = 2.0
 #: Changed names that are listed one by one; with more, a mount forgets all it knows.
 MOST_CHANGES = 100_000
@@ -426,15 +426,15 @@ class CommitChanges:
         self._ended.set()
 
     def _run(self) -> None:
-        told = ""
+        last_error = ""
         while not self._ended.wait(FOLLOW_SECONDS):
             try:
                 changes = self._tree.advance()
-                told = ""
+                last_error = ""
             except CastoreError as error:
-                if str(error) != told:
+                if str(error) != last_error:
                     log.warning("%s; the mount goes on with commit %s", error, self._tree.commit.hex()[:12])
-                told = str(error)
+                last_error = str(error)
                 continue
             with self._lock:
                 self._changes = None if changes is None or self._changes is None else self._changes + changes

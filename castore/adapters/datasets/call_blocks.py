@@ -84,7 +84,7 @@ class KeptCalls:
 
     def __init__(self, store: Store, title: str, key: str, options: StorageOptions) -> None:
         self.title = title
-        #: Whether a function that is said to be row-wise has been tried in this process.
+        #: Whether a function that is declared row-wise has been tried in this process.
         self.is_tried = False
         self._store = store
         self._key = bytes.fromhex(key)
@@ -195,7 +195,7 @@ class Pass:
     Args:
         kept: the kept calls.
         function: the function.
-        shard: returns what tells the present shard of the stream from the others: blocks end with it, so
+        shard: returns what distinguishes the present shard of the stream from others: blocks end with it, so
             that they are found when shards come in another order.
     """
 
@@ -215,7 +215,7 @@ class Pass:
 
     def call(self, *arguments: Any, **keywords: Any) -> Any:
         """The function's result for these arguments: from a block, or by a call."""
-        call = self._tell(arguments)
+        call = self._identify(arguments)
         if call is None:
             return self._function(*arguments, **keywords)
         if (found := self._find(call)) is not None:
@@ -230,7 +230,7 @@ class Pass:
 
     async def call_async(self, *arguments: Any, **keywords: Any) -> Any:
         """As `call`, for a coroutine function, of which many calls wait at the same time."""
-        call = self._tell(arguments)
+        call = self._identify(arguments)
         if call is None:
             return await self._function(*arguments, **keywords)
         if (found := self._find(call)) is not None:
@@ -246,7 +246,7 @@ class Pass:
     def call_rows(self, *arguments: Any, **keywords: Any) -> Any:
         """As `call`, for a batch of a function that treats each row alone: each row counts as a call."""
         rows = rows_of(arguments)
-        calls = [self._tell(row) for row in rows or ()]
+        calls = [self._identify(row) for row in rows or ()]
         known = [call for call in calls if call is not None]
         if not known or len(known) < len(calls):
             return self.call(*arguments, **keywords)
@@ -314,7 +314,7 @@ class Pass:
 
     # Finding
 
-    def _tell(self, arguments: Sequence[Any]) -> _Call | None:
+    def _identify(self, arguments: Sequence[Any]) -> _Call | None:
         """The identity of a call; None, with a warning, if its arguments have no exact bytes."""
         try:
             packed = pack_arguments(arguments)
@@ -406,7 +406,7 @@ class Pass:
         for part in block.parts():
             # A store that is full stays so until the next pass: other results would give way to these.
             self._has_room = self._has_room and self._kept.keep(part)
-        block.slots.clear()  # they refer to the block: the results would stay until Python looks for cycles
+        block.slots.clear()  # they refer to the block: the results would stay until Python collects cycles
 
     def _warn_inexact(self, why: str) -> None:
         self._kept.warn("exact", f"results of {self._kept.title!r} are not kept, and it runs again: {why}")

@@ -134,7 +134,7 @@ class BiLevelCachedDataset(DatasetWrapper):
         )
 
         if doubts is not None and self._levels.store is not None:
-            doubts.tell(self._levels.store, "dataset", RANDOM_ADVICE)
+            doubts.compare(self._levels.store, "dataset", RANDOM_ADVICE)
 
     def _find_key(self, data: Any, key: object, name: str | None) -> tuple[str, Doubts | None]:
         """The key and the doubts about it; "" without a key, with a warning from the node's first rank."""
