@@ -157,7 +157,8 @@ def _join_known(
 ) -> tuple[Common, Callable[[int], Neighbours | None]]:
     """The properties that all files have in common, with the schemas that are known of some of them.
 
-    Most files fit the first. Only where one did not, schemas are known: finding one takes as long as reading.
+    Most files fit the schema of the first file. To find a file's schema takes about as long as to read the
+    file, so schemas were found only in sources in which a file did not fit.
 
     Returns:
         The properties, and a function of the number of a unit that gives the rows around it; None if it fits.

@@ -5,9 +5,9 @@ grace period later the keys that are still condemned are deleted. A push reads t
 once more just before it moves its ref, and begins again if the state has changed meanwhile. So the push knows
 the list of every epoch in which a key that it needs could be deleted:
 
-- while the epoch's keys are only condemned, a push that needs one uploads it again; the collector lists the
-  keys once more after it has begun to delete, and lets those be that were written meanwhile;
-- while keys are deleted, a push that needs one waits for the end, and uploads it then.
+- While the epoch's keys are only condemned, a push that needs one uploads that key again. The collector lists
+  the keys once more after the deletion has begun, and does not delete keys that were written meanwhile.
+- While keys are deleted, a push that needs one waits for the end, and then uploads that key.
 
 A push that read the state before the epoch was published moves its ref long before the grace period ends, and
 the collector, which reads all refs once more before it deletes, finds what the push needs.

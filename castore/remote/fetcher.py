@@ -1,12 +1,12 @@
 """The fetcher: `python -m castore.remote.fetcher STORE`, the one process of a store that fetches for readers.
 
-Readers ask it over a socket in the store and wait (fetcher_client.py), so nobody else opens a connection, and
-what many processes want comes once. The fetcher keeps pages, blobs and parts of objects in the store, where
-the readers find them. The fetcher is started by exec when somebody asks, ends some seconds after the last
-request, and may be killed at any time: the next reader starts another, and asks again.
+Readers ask the fetcher over a socket in the store and wait (fetcher_client.py). So nobody else opens a
+connection, and bytes that many processes want come once. The fetcher keeps pages, blobs and parts of objects
+in the store, where the readers find them. The first request starts the fetcher by exec. The fetcher ends some
+seconds after the last request, and may be killed at any time: the next reader starts another, and asks again.
 
 The fetcher trusts its readers as little as the remote: bytes are kept under the digest that they were checked
-against. It writes to a remote in one case: the results of computations that a reader offers
+against. The fetcher writes to a remote in one case: the results of computations that a reader offers
 (result_sharing.py). Must never: move a ref, or fork once it serves.
 """
 

@@ -43,8 +43,8 @@ T = TypeVar("T")
 LOOKUP_SECONDS = 10.0
 #: Seconds for which a remote is left alone that gave no answer.
 SILENT_SECONDS = 60.0
-#: A computation is worth a claim if it takes so many seconds, or so many times as long as the lookup of
-#: its result. A claim takes about as long as two lookups.
+#: A computation is worth a claim if it takes so many seconds, or so many times as long as the look-up of
+#: its result. A claim takes about as long as two look-ups.
 WORTH_SECONDS, WORTH_LOOKUPS = 0.5, 5.0
 # Weight of the last computation in the average by which others are expected to take as long.
 _WEIGHT = 0.25
@@ -65,7 +65,7 @@ CLOSE_SECONDS = 60.0
 
 
 class _Lookup(NamedTuple):
-    """The outcome of the lookup of a result.
+    """The outcome of the look-up of a result.
 
     Attributes:
         is_here: the result is in the store now.
@@ -108,7 +108,7 @@ class SharedResults:
         # How long computations below each folder of names take: a moving average, as the last of a step's
         # blocks is often short.
         self._seconds: dict[str, float] = {}
-        # The quickest lookup of a result. Others had to wait, for the fetcher to start for example.
+        # The quickest look-up of a result. Others had to wait, for the fetcher to start for example.
         self._lookup_seconds = WORTH_SECONDS
 
     def _after_fork(self) -> None:
@@ -402,7 +402,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
         A caller that cannot use a result calls this once more.
 
         Args:
-            has_looked: a lookup a moment ago found none.
+            has_looked: a look-up a moment ago found none.
 
         Returns:
             ``"found"``: it is in the store now. ``"ours"``: this process is to compute it. ``"elsewhere"``:
@@ -413,7 +413,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
         if self._connection is not None:
             return "ours"
         is_ours, self._connection = self._claim()
-        if self._connection is not None and self.look():  # it came between the first lookup and the claim
+        if self._connection is not None and self.look():  # it came between the first look-up and the claim
             return "found"
         self._began = time.monotonic()
         return "ours" if is_ours else "elsewhere"

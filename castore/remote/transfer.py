@@ -1,9 +1,10 @@
 """The process that talks to a bucket: `main`, with a descriptor as its argument, started for one call.
 
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
-ever opens a connection: it starts this one by exec, writes the call to its standard input as a line of JSON,
-and reads lines of JSON from the pipe FD: progress, and in the end the result or the error. Standard input
-stays open for as long as the caller lives; its end is the word to stop.
+ever opens a connection. A caller starts this process by exec, and writes the call to its standard input as a
+line of JSON. The caller then reads lines of JSON from the pipe FD: progress, and in the end the result or the
+error. Standard input stays open for as long as the caller lives. At the end of standard input the process
+stops.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
 """Blocks of calls: the results of a function over a stream, kept as the rows pass and found the next time.
 
-A stream has no first row that all passes share, and nobody knows its next row before it is read. So a block
-is a run of calls of the function, one after the other, and counts by the first call alone: its entry
-`CALLS_FOLDER`/<key> holds the digest of each call's arguments, and what the call returned. A pass looks a
-block up when its first row arrives, and then compares row by row. A row that is not the next one ends the
-block there, and is looked up as the first row of another. So no row waits for the rows behind it, and a block
-may end anywhere: after a row with a certain digest, which is the same row in every pass; where a shard ends;
-where the pass was broken off; and where the function has worked for some seconds, which a kill would lose.
+A stream has no first row that all passes share, and its next row is not known before that row is read. So a
+block is a run of consecutive calls of the function, and the first call alone gives the block's key. The entry
+`CALLS_FOLDER`/<key> holds the digest of each call's arguments, and the value that the call returned. A pass
+looks a block up when the block's first row arrives, and then compares row by row. No row waits for the rows
+behind it.
+
+A block ends:
+
+- before a row that differs from the kept block's next row; another block may begin with that row;
+- after a row with a certain digest, which is the same row in every pass;
+- with a shard, and with a pass that is broken off;
+- after some seconds of the function's work, which a kill would lose.
 
 Must never give the result of a call whose arguments differ, nor keep one that would not come back exactly.
 """
