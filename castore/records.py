@@ -60,7 +60,7 @@ def parse_digest(digest: bytes | str) -> bytes:
 
 
 class Blob(NamedTuple):
-    """Immutable bytes and their place.
+    """Immutable bytes, and where a store keeps them.
 
     Attributes:
         digest: BLAKE3-256 of the uncompressed bytes, 32 raw bytes.
@@ -68,8 +68,10 @@ class Blob(NamedTuple):
         stored: length in bytes as stored, seek table included, pack record header excluded; 0 if no bytes are
             here.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
-        pack: id of the pack that holds it, `LOOSE`, `LOST` or `AWAY`.
-        offset: of its payload in the pack; 0 if it is loose.
+        pack: id of the pack file that holds the bytes. 0: a file of their own holds the bytes. -1: the bytes
+            were found damaged or missing, and every read is a miss until they are put again. -2: the bytes
+            are only in a remote, and are fetched when they are read.
+        offset: of the payload in the pack file, in bytes; 0 if no pack file holds the bytes.
     """
 
     digest: bytes

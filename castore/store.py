@@ -34,7 +34,7 @@ from castore.index import mounts, places
 from castore.index.transaction import Write
 from castore.names import check_name, check_names, check_prefix, require_several
 from castore.parts import Parts, open_folder, open_parts, share_frames
-from castore.read.blob_file import open_blob
+from castore.read.blob_file import buffered_file
 from castore.read.open_blob import OpenBlob
 from castore.read.origin import BlobAccess, Origin
 from castore.read.source import ATTEMPTS
@@ -565,7 +565,7 @@ class Store:
         reader = self._open(name, self._blob(name))
         self.source.count_use(name)
         self._usage.flush_if_due()
-        return open_blob(reader.share(self.source.shared), name, self.source.quarantine)
+        return buffered_file(reader.share(self.source.shared), name, self.source.quarantine)
 
     def _open(self, name: str, blob: Blob) -> BlobAccess:
         gone: FileNotFoundError | None = None

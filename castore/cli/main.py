@@ -1,6 +1,6 @@
 """The `castore` command's first and last moments: Ctrl-C, and the streams that a shell hands over.
 
-Imports next to nothing: until `run` has said what a Ctrl-C does, it would end in Python's traceback.
+Imports next to nothing: until `run` has set the handler of SIGINT, a Ctrl-C would end in Python's traceback.
 """
 
 from __future__ import annotations

@@ -426,7 +426,7 @@ def _range(rows: tuple[int, int] | None) -> str:
 def _place(found: Blame) -> str:
     """Where a row lies in the input, for people."""
     source = found.source
-    assert source is not None  # a recipe tells it
+    assert source is not None  # a recipe has it
     rows = "an unknown row" if found.rows_in is None else f"row {_range(found.rows_in)}"
     if source.path is None:
         return f"{rows} of the input; its file is not known: {source.note}"

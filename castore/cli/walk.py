@@ -1,8 +1,8 @@
 """Finds the files that `castore add` takes, and gives each its name.
 
-Links are followed; other file systems below a folder are not entered unless asked for. For each path that is
-not taken (a mount, a loop of links, a socket, a folder that may not be read, the store itself) ``skip`` gets
-the reason, and for each empty folder ``empty`` gets the path: nothing is left out silently. Memory grows with
+Links are followed; other file systems below a folder are not entered unless asked for. Nothing is left out
+silently. ``skip`` gets the reason for each path that is not taken: a mount, a loop of links, a socket, a
+folder that may not be read, the store itself. ``empty`` gets the path of each empty folder. Memory grows with
 the depth and the width of one folder, not with the number of files.
 """
 

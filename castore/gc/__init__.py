@@ -4,7 +4,7 @@
 dead processes left. `mount_barrier` has live mounts open the blobs that the kernel may still read,
 and lists a mount so that gc finds it.
 
-May import: write, index, objects, system, and the parts of a store.
+May import: write, index, objects, system, the parts of a store, and the values at the top of castore.
 Must never: know the `Store`, or remove what a live process holds.
 """
 

@@ -34,7 +34,7 @@ from castore.index.lock_yield import LockYield
 from castore.records import LOOSE, Blob
 from castore.system.ballast import free_bytes, is_short
 from castore.units import format_size
-from castore.write.writer import full
+from castore.write.writer import budget_error
 
 if TYPE_CHECKING:
     from castore.parts import Parts
@@ -440,9 +440,9 @@ def make_room(parts: Parts, need: int) -> None:
             removed = _remove(parts, chosen, now)
             fruitless = 0 if removed.names or removed.freed else fruitless + 1
         elif parts.index.totals() == before:
-            raise full(need, max_size)
+            raise budget_error(need, max_size)
         if fruitless == _FRUITLESS:  # readers and writers were faster each time, or counts of names are wrong
-            raise full(need, max_size)
+            raise budget_error(need, max_size)
 
 
 def _batches(parts: Parts, items: list[_T], size: int = _BATCH) -> Iterator[list[_T]]:

@@ -47,10 +47,10 @@ def candidates(code: bytes) -> set[int]:
         place = code.find(_NUMBER, start)
     if _MARK in code:
         found.update(-int(digits, 16) for digits in _TEXT.findall(code))
-    return found | _told(code)
+    return found | _written_numbers(code)
 
 
-def _told(code: bytes) -> set[int]:
+def _written_numbers(code: bytes) -> set[int]:
     """Numbers whose digits stand in bytes, and that may be ids."""
     numbers = {int(digits) for search in _DIGITS for digits in search.findall(code)}
     numbers.update(int(digits, 16) for search in _HEXADECIMAL for digits in search.findall(code))
@@ -86,8 +86,8 @@ def holds(value: Any, addresses: set[int]) -> bool:
     if type(value) not in (str, bytes):
         return False
     text = value.encode("utf-8", "replace") if isinstance(value, str) else value
-    told = {-int(digits, 16) for digits in _TEXT.findall(text)} | _told(text)
-    return not addresses.isdisjoint(told)
+    numbers = {-int(digits, 16) for digits in _TEXT.findall(text)} | _written_numbers(text)
+    return not addresses.isdisjoint(numbers)
 
 
 def _living() -> set[int]:

@@ -53,7 +53,7 @@ def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Ca
         signature = _signature(function)
         name = _name_of(function)
         folder = prefix or f"cached/{name.replace('<', '').replace('>', '')}"
-        told = name.rpartition(".")[2]
+        short_name = name.rpartition(".")[2]
         searched = 0
 
         def name_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -63,13 +63,13 @@ def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Ca
             # The code is encoded at each call: a module that the function uses may have been reloaded since.
             code, doubts = function_doubts(function)
             if doubts is not None:
-                doubts.tell(store, told, _RANDOM_ADVICE)
+                doubts.compare(store, short_name, _RANDOM_ADVICE)
             asked = AnyOrder(code=code, arguments=AnyOrder(bound.arguments))
-            encoded = encode(OBJECTS, asked, told)
+            encoded = encode(OBJECTS, asked, short_name)
             digits = digits_of(encoded.code)
             if searched < _SEARCHED and (doubts := encoded.doubts()) is not None:
                 searched += 1
-                doubts.tell(store, told, _ARGUMENT_ADVICE, may_vary=True)
+                doubts.compare(store, short_name, _ARGUMENT_ADVICE, may_vary=True)
             return f"{folder}/{digits}"
 
         @functools.wraps(function)
@@ -85,8 +85,8 @@ def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Ca
 def _signature(function: Any) -> inspect.Signature:
     if not callable(function):
         raise InvalidValueError(f"store.cached decorates a function, not {type(function)}")
-    for kind, (tells, advice) in _RUNNING.items():
-        if tells(function) or tells(inspect.getattr_static(type(function), "__call__", None)):
+    for kind, (matches, advice) in _RUNNING.items():
+        if matches(function) or matches(inspect.getattr_static(type(function), "__call__", None)):
             raise InvalidValueError(
                 f"store.cached keeps what a call returns, and {_name_of(function)} is {kind}, "
                 f"which returns before it has run; decorate a function that {advice}"

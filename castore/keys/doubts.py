@@ -91,7 +91,7 @@ class Doubts(NamedTuple):
     rest: str
     parts: dict[str, tuple[str, str]]
 
-    def tell(self, store: Notes, what: str, advice: str, *, may_vary: bool = False) -> None:
+    def compare(self, store: Notes, what: str, advice: str, *, may_vary: bool = False) -> None:
         """Compare with the values of earlier runs, and remember the values of this run.
 
         Args:
@@ -108,31 +108,31 @@ class Doubts(NamedTuple):
         digest = blake3(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:32]
         known = store.get(name)
         nothing: dict[str, Any] = {"seen": [], "last": {}, "again": False}
-        told: dict[str, Any] = json.loads(known) if isinstance(known, bytes) else nothing
-        process = next((made for seen, made in told["seen"] if seen == digest), None)
-        if process == _PROCESS or (process is not None and told["again"]):
+        record: dict[str, Any] = json.loads(known) if isinstance(known, bytes) else nothing
+        process = next((made for seen, made in record["seen"] if seen == digest), None)
+        if process == _PROCESS or (process is not None and record["again"]):
             return
         if process is None:
-            if all(made != _PROCESS for _, made in told["seen"]):
-                self._warn(told, what, advice)
+            if all(made != _PROCESS for _, made in record["seen"]):
+                self._warn(record, what, advice)
             else:
-                told["again"] = told["again"] or may_vary
-            told["seen"] = [*told["seen"], (digest, _PROCESS)][-_KEPT:]
-        told["again"] = told["again"] or process is not None
-        told["last"] = self.parts
+                record["again"] = record["again"] or may_vary
+            record["seen"] = [*record["seen"], (digest, _PROCESS)][-_KEPT:]
+        record["again"] = record["again"] or process is not None
+        record["last"] = self.parts
         # If the store cannot be written, putting the result itself reports it.
         with contextlib.suppress(FullError, StoreError):
-            store.put(name, json.dumps(told).encode(), ttl=_REMEMBERED_SECONDS)
+            store.put(name, json.dumps(record).encode(), ttl=_REMEMBERED_SECONDS)
 
-    def _warn(self, told: dict[str, Any], what: str, advice: str) -> None:
+    def _warn(self, record: dict[str, Any], what: str, advice: str) -> None:
         changed = {
             path: kind
             for path, (kind, now) in self.parts.items()
-            if told["last"].get(path, ("", now))[1] != now
+            if record["last"].get(path, ("", now))[1] != now
         }
         # Seeds often differ between runs, ids rarely: seeds need two earlier runs for a warning.
         seeds = all(kind in (GENERATOR, LARGE) for kind in changed.values())
-        if told["again"] or not changed or len(told["seen"]) < (2 if seeds else 1):
+        if record["again"] or not changed or len(record["seen"]) < (2 if seeds else 1):
             return
         path, kind = next(iter(changed.items()))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -165,7 +165,7 @@ def are_in(code: bytes) -> bool:
 
 def _has_own_number(code: bytes) -> bool:
     number, digits, text = _own_number(os.getpid())
-    # A pattern that looks at what stands before a number is slow, so its digits are searched for first.
+    # A pattern with a lookbehind before a number is slow, so its digits are searched for first.
     return text is not None and (number in code or (digits in code and text.search(code) is not None))
 
 

@@ -125,7 +125,7 @@ class UnencodableError(Exception):
         path: steps to the part, the last step first.
         holder: class of the library object that contains the part, and the number of steps from there to the
             part.
-        is_users: whether an object of a user's class contains the part: users look for that object first.
+        is_users: whether an object of a user's class contains the part: users search that object first.
     """
 
     def __init__(self, problem: str) -> None:
@@ -135,7 +135,7 @@ class UnencodableError(Exception):
         self.holder: tuple[str, int] | None = None
         self.is_users = False
 
-    def told(self) -> str:
+    def message(self) -> str:
         """The path to the part, and the problem, for the error message."""
         if self.holder is None or not self.holder[1]:
             return f"{_path(self.path)}: {self.problem}"
@@ -208,7 +208,7 @@ class Encoder:
         try:
             return self.part(value)
         except UnencodableError as error:
-            raise UnhashableError(f"{what}{error.told()}") from error.__cause__
+            raise UnhashableError(f"{what}{error.message()}") from error.__cause__
         except RecursionError:
             raise UnhashableError(f"{what}: is nested too deep for what is left of Python's stack") from None
 
@@ -474,8 +474,8 @@ def _path(reached: list[str]) -> str:
 def _unasked(value: object, error: Exception) -> str:
     """Describe a value that raised an error when an attribute was read. Formatting may raise errors too."""
     try:
-        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return f"cannot hash {type(value)}: {told}"
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"cannot hash {type(value)}: {problem}"
     except Exception:  # noqa: BLE001 - the user's own __repr__ or __str__
         return f"cannot hash a value of {object.__repr__(type(value))}: it raises errors when it is asked"
 
@@ -569,15 +569,15 @@ def _plain_dtype(dtype: Any) -> bytes:
 def _layout(dtype: Any) -> str:
     """Layout of a structured dtype besides its fields; empty if the fields lie one after another."""
     np = sys.modules["numpy"]
-    told, end = [], 0
+    notes, end = [], 0
     for field, offset, *titles in (dtype.fields[name] for name in dtype.names):
-        told += [f"at {offset}"] if offset != end else []
-        told += [f"title {title!r}" for title in titles if type(title) is str]
+        notes += [f"at {offset}"] if offset != end else []
+        notes += [f"title {title!r}" for title in titles if type(title) is str]
         end = offset + field.itemsize
-    told += [f"size {dtype.itemsize}"] if dtype.itemsize != end else []
-    told += ["aligned"] if dtype.isalignedstruct else []
-    told += ["record"] if dtype.type is np.record else []
-    return f" {told}" if told else ""
+    notes += [f"size {dtype.itemsize}"] if dtype.itemsize != end else []
+    notes += ["aligned"] if dtype.isalignedstruct else []
+    notes += ["record"] if dtype.type is np.record else []
+    return f" {notes}" if notes else ""
 
 
 def _array_parts(array: Any) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Tells whether a module is the user's, Python's, or part of an installed distribution, and of which version.
+"""Decides whether a module is the user's, Python's, or part of a distribution, and of which version.
 
 The module's location decides, not its name. User code lies outside the standard library and site-packages, or
 was put there by hand. A package that pip installed into any other folder, with its records beside it, is a

@@ -69,7 +69,9 @@ def object_parts(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 @per_class
 def _marks(cls: type) -> frozenset[str]:
-    return frozenset(mark for mark, tells in ((EVAL, settles), (EVAL_BEHIND, settles_behind)) if tells(cls))
+    return frozenset(
+        mark for mark, applies in ((EVAL, settles), (EVAL_BEHIND, settles_behind)) if applies(cls)
+    )
 
 
 def lasting(encoder: Encoder, value: Any, state: Any) -> Any:
@@ -121,13 +123,13 @@ def _reduced(value: Any) -> Any:
     except RecursionError:
         raise
     except Exception as error:  # the user's __getstate__ may raise anything
-        told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        problem = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         advice = (
             "pass what it was made of, or leave it out in the __getstate__ of what holds it"
             if library_of(cls.__module__)
             else "leave it out in __getstate__, or give its class a __castore_key__ method"
         )
-        raise UnencodableError(f"cannot hash {cls}: {told}; {advice}") from error
+        raise UnencodableError(f"cannot hash {cls}: {problem}; {advice}") from error
     if type(reduced) is str or (type(reduced) is tuple and 2 <= len(reduced) <= 6):
         return reduced
     raise UnencodableError(

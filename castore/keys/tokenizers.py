@@ -43,12 +43,12 @@ def _rules(value: Any) -> Iterator[Any]:
 def _transformers(encoder: Encoder, value: Any) -> Iterator[Any]:
     encoder.number(value)
     rules = getattr(value, "_tokenizer", None)
-    told = None
+    parsed = None
     if rules is not None and hasattr(rules, "to_str"):
-        told = json.loads(rules.to_str())
-        told.pop("truncation", None)
-        told.pop("padding", None)
-    yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(told))
+        parsed = json.loads(rules.to_str())
+        parsed.pop("truncation", None)
+        parsed.pop("padding", None)
+    yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(parsed))
     state = value.__getstate__() if _own_getstate(value) else vars(value)
     yield from state_parts(encoder, {name: item for name, item in state.items() if name not in _NOISE})
 

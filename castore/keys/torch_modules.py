@@ -21,7 +21,7 @@ from castore.keys.libraries import library_of
 
 #: Mark of an encoder inside a function or a class that sets modules to eval before they are used.
 EVAL = "eval"
-#: The same for classes of which only `settles_behind` tells: their modules count as in eval mode.
+#: The same for classes that only `settles_behind` recognizes: their modules count as in eval mode.
 EVAL_BEHIND = "eval behind"
 #: Attributes of a module that hold tables of its parts.
 TABLES = {"_parameters", "_buffers", "_modules"}

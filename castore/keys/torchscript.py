@@ -87,9 +87,9 @@ class _Reader(pickle.Unpickler):
             return OrderedDict
         return type("_Named", (_Named,), {"name": _NUMBERED.sub("", f"{module}.{name}")})
 
-    def persistent_load(self, told: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:
         """Return type, size and digest of a storage. Its device does not count."""
-        _, kind, number, _, size = told
+        _, kind, number, _, size = pid
         data = self._files.read(self._paths[f"{self._name}/{number}"])
         return kind.name, size, blake3(data, max_threads=hash_threads()).digest()
 

@@ -43,7 +43,7 @@ class Found:
         # Whether the encoding has imported a module, which may have given other modules more attributes.
         self.imported = False
 
-    def look(self, code: bytes) -> None:
+    def search(self, code: bytes) -> None:
         """Search encoded bytes for addresses and doubtful values."""
         found, doubtful = (_search if len(code) > _SHORT else _search_once)(code, os.getpid())
         self.addresses |= found
@@ -52,7 +52,7 @@ class Found:
     def leaf(self, code: bytes) -> bytes:
         """The canonical bytes of bytes; long encoded bytes are searched before a digest replaces them."""
         if len(code) > _LONG and _ENCODED.match(code):
-            self.look(code)
+            self.search(code)
         return _encode_bytes(code)
 
 
@@ -110,7 +110,7 @@ def encode(rules: Rules, value: object, what: str, watch: Watch | None = None) -
     """
     found = Found()
     code = _until_imported(rules, value, what, watch, found)
-    found.look(code)
+    found.search(code)
     sought = addresses.confirmed(found.addresses) if found.addresses else None
     if sought:
         _until_imported(rules, value, what, _ToAddress(sought), Found())
@@ -165,8 +165,8 @@ class _ToDoubts(Watch):
         try:
             kind = kind_of(value, self._kinds[LARGE])
             if self._suspects and addresses.holds(value, self._suspects):
-                told = "number" if type(value) is int else "text with a number"
-                kind = f"{told} that may be an address of this process"
+                noun = "number" if type(value) is int else "text with a number"
+                kind = f"{noun} that may be an address of this process"
             if kind is None or id(value) in encoder.met:
                 return encoder.part(value, step, direct=True)
             self._kinds[kind] += 1

@@ -328,11 +328,11 @@ def _torch_generator(encoder: Encoder, value: Any) -> Iterator[Any]:
 def _language(encoder: Encoder, value: Any) -> Iterator[Any]:
     # The vocabulary also collects strings during use; these do not change results.
     sorted_ones = {name: _with_sorted_sets(component) for name, component in value.components}
-    told = {name: item for name, item in sorted_ones.items() if item is not None}
-    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab", *told]))
+    sorted_parts = {name: item for name, item in sorted_ones.items() if item is not None}
+    yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["vocab", *sorted_parts]))
     yield encoder.part(value.vocab, ".vocab")
-    if told:
-        yield encoder.part(told)
+    if sorted_parts:
+        yield encoder.part(sorted_parts)
     for name, component in value.pipeline:
         own = component if hasattr(component, "__code__") else type(component)
         yield name, encoder.part(own, f".get_pipe({name!r})")
@@ -347,20 +347,20 @@ def _with_sorted_sets(component: Any) -> dict[str, Any] | None:
     texts = [item for item in held if len(item) > 1 and {*map(type, item)} == {str}]
     if not texts or not hasattr(component, "to_bytes"):
         return None
-    told = sys.modules["srsly"].msgpack_loads(component.to_bytes(exclude=["vocab"]))
+    state = sys.modules["srsly"].msgpack_loads(component.to_bytes(exclude=["vocab"]))
     sets = {
         name: sorted(item)
-        for name, item in told.items()
+        for name, item in state.items()
         if type(item) is list and {*map(type, item)} == {str} and {*item} in texts
     }
-    return {**told, **sets} if sets else None
+    return {**state, **sets} if sets else None
 
 
 def _document(encoder: Encoder, value: Any) -> Iterator[Any]:
     # Its pickled bytes have its strings in the order of a set.
-    told = value.to_dict(exclude=["vocab", "user_data"])
+    state = value.to_dict(exclude=["vocab", "user_data"])
     yield from ("spaCy", encoder.part(type(value)), encoder.part(value.vocab, ".vocab"))
-    yield encoder.part({**told, "strings": sorted(told["strings"])})
+    yield encoder.part({**state, "strings": sorted(state["strings"])})
     yield encoder.part(dict(value.user_data), ".user_data")
     yield [
         encoder.part(dict(hooks))

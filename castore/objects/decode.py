@@ -91,7 +91,7 @@ class BlobReader:
 
     @property
     def is_sharing(self) -> bool:
-        """Whether this reader looks for frames in shared memory first."""
+        """Whether this reader searches shared memory for frames first."""
         return self._shared is not None
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """A blob as a seekable, read-only Python file. The file decodes only the frames that its caller reads.
 
-Frames are not decoded ahead. Handing frames to other threads was measured with zstd and lz4, with readers
-that only read, that hash and that split text: reading in order took 1.1 to 1.6 times as long on two busy
-cores, and half as much CPU time again. `OpenBlob.pieces` decodes whole blobs in order on all cores.
+Frames are not decoded ahead. Decoding by other threads was measured with zstd and lz4, with readers that only
+read, that hash and that split text. On two busy cores reading in order took 1.1 to 1.6 times as long, and
+half as much CPU time again. `OpenBlob.pieces` decodes whole blobs in order on all cores.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class BlobFile(io.RawIOBase):
         super().close()
 
 
-def open_blob(reader: BlobAccess, name: str, on_damage: OnDamage) -> io.BufferedReader:
+def buffered_file(reader: BlobAccess, name: str, on_damage: OnDamage) -> io.BufferedReader:
     """Open a buffered file over a reader. Arguments as for `BlobFile`."""
     # Next to decoding a frame, the cost of copying all of it is small. From shared memory the copy is the
     # cost.

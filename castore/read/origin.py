@@ -25,7 +25,7 @@ class BlobAccess(HeldBlob, Protocol):
 
     @property
     def is_sharing(self) -> bool:
-        """Whether frames are looked for in shared memory first."""
+        """Whether frames are searched in shared memory first."""
         ...
 
     def read(self, offset: int, size: int) -> bytes:
@@ -50,7 +50,7 @@ class Origin(Protocol):
 
     Raises:
         FileNotFoundError: any call, if the bytes cannot be had: a miss.
-        RemoteError: any call, if nobody can tell now.
+        RemoteError: any call, if the remote gives no answer now.
     """
 
     def bring(self, digests: Sequence[bytes], *, large: bool) -> None:

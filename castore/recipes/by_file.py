@@ -126,14 +126,14 @@ def _find_types(
     """The types in the columns of some files; None for kinds of files that need none."""
     if kind not in TYPED_BY_ALL_ROWS:
         return None
-    told = ["types", _VERSION, identity, [seen.digest(file) for file in files]]
+    cache_key = ["types", _VERSION, identity, [seen.digest(file) for file in files]]
 
     def find(folder: Path) -> Any:
         found = file_reader.find_types(kind, files, str(folder))
         seen.check(files)
         return found
 
-    found: ColumnTypes = _remembered(store, told, find, folder)
+    found: ColumnTypes = _remembered(store, cache_key, find, folder)
     return found
 
 
@@ -141,14 +141,14 @@ def _find_schema(
     files: Sequence[str], identity: list[Any], seen: SeenFiles, store: Store, folder: Path | None
 ) -> pa.Schema | None:
     """The schema of the rows of some JSON files; None if there are none."""
-    told = ["schema", _VERSION, identity, [seen.digest(file) for file in files]]
+    cache_key = ["schema", _VERSION, identity, [seen.digest(file) for file in files]]
 
     def find(folder: Path) -> Any:
         found = file_reader.find_schema(JOINED, files, str(folder))
         seen.check(files)
         return None if found is None else datasets.Features.from_arrow_schema(found).to_dict()
 
-    features = _remembered(store, told, find, folder)
+    features = _remembered(store, cache_key, find, folder)
     return None if features is None else datasets.Features.from_dict(features).arrow_schema
 
 
@@ -157,7 +157,8 @@ def _join_known(
 ) -> tuple[Common, Callable[[int], Neighbours | None]]:
     """The properties that all files have in common, with the schemas that are known of some of them.
 
-    Most files fit the first. Only where one did not, schemas are known: finding one takes as long as reading.
+    Most files fit the schema of the first file. To find a file's schema takes about as long as to read the
+    file, so schemas were found only in sources in which a file did not fit.
 
     Returns:
         The properties, and a function of the number of a unit that gives the rows around it; None if it fits.
@@ -184,7 +185,7 @@ def _join_known(
     def around(number: int) -> Neighbours | None:
         if schemas[number] is not None:
             return None
-        # All units behind are looked at, for columns keep the order in which rows have them.
+        # All units behind count, for columns keep the order in which rows have them.
         return Neighbours(joined, before[number], filter(None, schemas[number + 1 :]))
 
     return common._replace(features=datasets.Features.from_arrow_schema(joined)), around
@@ -202,23 +203,23 @@ def _find_common(
     count = next((number for number, file in enumerate(source.files, 1) if seen.state(file).st_size), 1)
     files = [*source.files[:1], *source.files[count - 1 : count]] if count > 1 else source.files[:1]
     known = types if source.kind in TYPED_BY_ALL_ROWS else None
-    told = ["common", _VERSION, identity, [seen.digest(file) for file in files], known]
+    cache_key = ["common", _VERSION, identity, [seen.digest(file) for file in files], known]
 
     def find(folder: Path) -> Any:
         found = file_reader.find_common(source.kind, files, known, str(folder))
         seen.check(files)
         return [found.features.to_dict(), found.is_known_first]
 
-    features, is_known_first = _remembered(store, told, find, folder)
+    features, is_known_first = _remembered(store, cache_key, find, folder)
     return Common(datasets.Features.from_dict(features), is_known_first, known)
 
 
-def _remembered(store: Store, told: Any, find: Callable[[Path], Any], folder: Path | None) -> Any:
-    """The result of ``find``, as JSON, which the store remembers by ``told``."""
+def _remembered(store: Store, cache_key: Any, find: Callable[[Path], Any], folder: Path | None) -> Any:
+    """The result of ``find``, as JSON, which the store remembers by ``cache_key``."""
 
     def compute() -> str:
         if folder is None:
             raise DependentFileError
         return json.dumps(find(folder))
 
-    return json.loads(remembered(store, told, compute))
+    return json.loads(remembered(store, cache_key, compute))

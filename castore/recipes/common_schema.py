@@ -1,8 +1,9 @@
 """Joins the schemas of tables that are read one after the other, and casts each table to the result.
 
-`datasets` casts later tables to the schema of the first, but joins those of one row before it casts them, and
-casts strings to numbers, and numbers to booleans: "02134" behind numbers becomes 2134, and 5 behind booleans
-True. It refuses a column that is null in the first file and filled later, and a fraction behind integers.
+`datasets` casts later tables to the schema of the first, but joins tables of one row before it casts them.
+`datasets` also casts strings to numbers, and numbers to booleans: "02134" behind numbers becomes 2134, and 5
+behind booleans True. A column that is null in the first file and filled later is refused, and so is a
+fraction behind integers.
 Must never drop a value, nor change more of it than its type.
 """
 

@@ -21,7 +21,7 @@ import datasets
 import pyarrow as pa
 
 from castore.errors import CastoreError, FullError, InvalidValueError
-from castore.recipes.quiet import quiet
+from castore.recipes.silence import silence
 from castore.system.sql_errors import is_full
 
 _OWN_COLUMNS = "__dj__"
@@ -124,7 +124,7 @@ def export(
     plain = dataset.remove_columns(
         [name for name in dataset.column_names if name.startswith(_OWN_COLUMNS) and name not in kept]
     )
-    with quiet(), _reporting_full_disk(place):
+    with silence(), _reporting_full_disk(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         # The name is hidden and unique, so that two exports to one place do not write into one another.
         temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")

@@ -32,7 +32,7 @@ from castore.adapters.datasets.source_units import DependentFileError
 from castore.recipes.common_schema import Neighbours, OtherSchemaError, WiderSchemaError, join_schemas
 from castore.recipes.csv_reader import ColumnTypes, CsvReader, join_types
 from castore.recipes.json_reader import JsonReader
-from castore.recipes.quiet import quiet
+from castore.recipes.silence import silence
 
 #: Endings of compressed files that can be read.
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
@@ -105,7 +105,7 @@ def find_types(kind: str, files: Sequence[str], folder: str) -> ColumnTypes:
     Raises:
         DependentFileError: a file cannot be read.
     """
-    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
+    with silence(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
             assert isinstance(reader, CsvReader)
@@ -122,7 +122,7 @@ def find_schema(kind: str, files: Sequence[str], folder: str) -> pa.Schema | Non
         DependentFileError: the files cannot be read, or their rows do not fit each other.
     """
     try:
-        with quiet():
+        with silence():
             return _join_tables(kind, files, folder, refuses_mixed=True)
     except Exception as error:  # from a dozen libraries: reading all files raises it again
         if tells_no_rows(error):
@@ -160,7 +160,7 @@ def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, fold
     Raises:
         DependentFileError: the files cannot be read, or have no rows, or rows that name other files.
     """
-    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
+    with silence(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
             given = _arguments(reader, folder)
@@ -193,10 +193,10 @@ def read_tables(
     Raises:
         DependentFileError: the files cannot be read by themselves.
     """
-    with quiet(), tempfile.TemporaryDirectory(dir=folder) as links:
+    with silence(), tempfile.TemporaryDirectory(dir=folder) as links:
         try:
             reader = _make_reader(kind, files, folder, links)
-            # Given now, or the reader would look for them in these files.
+            # Given now, or the reader would search these files for them.
             reader.info.features = common.features
             given = _arguments(reader, folder)
             reader.info.features = common.features if common.is_known_first else None

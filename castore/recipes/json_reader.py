@@ -2,8 +2,8 @@
 
 Arrow turns strings into timestamps where all strings of a column in one piece of a file look like dates. The
 conversion drops the time zone, changes the form, and depends on the other rows. `datasets` keeps a column of
-several types as JSON, and takes strings in it for JSON already: "02134" becomes 2134. It writes the rows of
-an array, and rows with such a column, anew with ten digits: 1e-12 becomes 0.0.
+several types as JSON, and takes strings in it for JSON already: "02134" becomes 2134. `datasets` writes the
+rows of an array, and rows with such a column, anew with ten digits: 1e-12 becomes 0.0.
 """
 
 from __future__ import annotations

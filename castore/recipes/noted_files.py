@@ -17,7 +17,7 @@ from castore.store import Store
 
 #: The folder of the notes.
 NOTES_FOLDER = ".datasets/sources"
-# Runs of one name that are looked through for the nearest: recipes without a name share one.
+# Runs of one name that are searched for the nearest: recipes without a name share one name.
 _NEAREST = 20
 
 
@@ -72,7 +72,7 @@ def find_nearest(
 
     Args:
         store: has the notes.
-        keys: the keys of sources, the latest first. Only the first of them are looked at.
+        keys: the keys of sources, the latest first. Only the first of them are searched.
         paths: the files.
         seen: gives their digests.
     """

@@ -18,8 +18,8 @@ from castore.adapters.datasets import Pipeline, PipelineResult, Progress
 from castore.adapters.datasets.ram_results import RamPipeline, RamResults
 from castore.errors import InvalidValueError
 from castore.recipes import registry, sources
-from castore.recipes.quiet import quiet
 from castore.recipes.runner import open_source
+from castore.recipes.silence import silence
 from castore.recipes.value_types import check_type
 from castore.store import Store
 from castore.units import parse_ttl
@@ -179,7 +179,7 @@ class PipelineConfig:
         if isinstance(dataset, Dataset):
             return dataset
         cache = self.cache
-        with quiet():
+        with silence():
             return open_source(
                 sources.find_all(dataset.data_files),
                 store,

@@ -30,9 +30,9 @@ from castore.recipes import export
 from castore.recipes.by_file import find_units
 from castore.recipes.mixture import Mixture, find_sources, identify, read
 from castore.recipes.noted_files import compare, find_files, find_nearest, note_files
-from castore.recipes.quiet import quiet
 from castore.recipes.recipe import Recipe
 from castore.recipes.seen_files import SeenFiles
+from castore.recipes.silence import silence
 from castore.recipes.source_rows import find_place
 from castore.recipes.sources import SAVED, FileIdentity, Source, find
 from castore.store import Store
@@ -158,9 +158,9 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
         dataset: datasets.Dataset = input_of_units(digits, find_units(source, seen, store, None), store, load)
     except DependentFileError:
         dataset = find_kept_input(store, digits, load) or dataset_of_key(digits, load)
-    told = pipeline.explain(dataset)
+    explanations = pipeline.explain(dataset)
     before = find_nearest(store, last_input_keys(store, pipeline.name), source.files, seen)
-    return told if before is None else with_files(told, compare(before, source.files, seen))
+    return explanations if before is None else with_files(explanations, compare(before, source.files, seen))
 
 
 def blame(recipe: Recipe, store: Store, row: int) -> Blame:
@@ -181,7 +181,7 @@ def blame(recipe: Recipe, store: Store, row: int) -> Blame:
     pipeline = make_pipeline(recipe, store)
     source, seen = find_source(recipe), SeenFiles(store)
     digits = identify(source, store, seen=seen)
-    with quiet():
+    with silence():
 
         def load() -> datasets.Dataset:
             return load_input(recipe, pipeline)
@@ -198,7 +198,7 @@ def estimate(recipe: Recipe, store: Store) -> Estimate:
         CastoreError, OSError: the recipe is wrong, or its files are missing.
     """
     pipeline = make_pipeline(recipe, store)
-    with quiet():
+    with silence():
         return pipeline.estimate_space(load_input(recipe, pipeline))
 
 
@@ -210,7 +210,7 @@ def run_steps(recipe: Recipe, store: Store) -> None:
         Exception: an exception of an operator.
     """
     pipeline = make_pipeline(recipe, store)
-    with quiet():
+    with silence():
         try:
             pipeline.run(_open_input(find_source(recipe), recipe, pipeline, lazy=False))
         finally:
@@ -246,7 +246,7 @@ def process(
     source = find_source(recipe)
     export.check_apart(recipe.export_path, source.files)
     report = FilesReport()
-    with quiet():
+    with silence():
         try:
             # A run that continues after its checkpoint never reads its input.
             dataset = _open_input(source, recipe, pipeline, lazy=pipeline.use_checkpoint, report=report)
@@ -304,16 +304,16 @@ def open_source(
         # Map the dataset where it is: another copy gains nothing.
         return identify_by(digits, read(source, ""))
 
-    told = FilesReport() if report is None else report
+    files_report = FilesReport() if report is None else report
 
     def read_all(folder: Path) -> datasets.Dataset:
         rows = read(source, folder)
         seen.check(source.files)
-        told.files_read, told.seconds_saved = len(source.files), 0.0
+        files_report.files_read, files_report.seconds_saved = len(source.files), 0.0
         return rows
 
     def note(kept: Sequence[KeptUnit]) -> None:
-        told.count(kept)
+        files_report.count(kept)
         note_files(store, digits, source.files, seen, [rows for unit in kept for rows in unit.rows])
 
     dataset = open_input(

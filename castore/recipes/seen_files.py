@@ -54,13 +54,13 @@ class SeenFiles:
             InvalidValueError: a file has changed, or is gone.
         """
         for path in paths:
-            if path in self._states and _look(path) != _signs(self._states[path]):
+            if path in self._states and _stat(path) != _signs(self._states[path]):
                 raise InvalidValueError(
                     f"{path!r} has changed since this run first read it; run again when nobody writes to it"
                 )
 
 
-def _look(path: str) -> tuple[int, ...] | None:
+def _stat(path: str) -> tuple[int, ...] | None:
     try:
         return _signs(os.stat(path))
     except OSError:

@@ -22,9 +22,9 @@ from castore.keys.encoder import key
 from castore.recipes import file_reader
 from castore.recipes.common_schema import OtherSchemaError
 from castore.recipes.file_reader import COMPRESSED, READER_VERSIONS
-from castore.recipes.quiet import quiet
 from castore.recipes.registry import suggest_nearest
 from castore.recipes.seen_files import SeenFiles
+from castore.recipes.silence import silence
 from castore.store import Store
 
 #: Kinds of files by their endings.
@@ -225,7 +225,7 @@ def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
         InvalidValueError: a file's content does not match its ending, or the files have different columns.
         FullError: the disk is full.
     """
-    with quiet():
+    with silence():
         try:
             return _read(source, os.fspath(folder))
         except CastoreError:
@@ -286,6 +286,6 @@ def _describe_foreign_line(source: Source) -> str | None:
                             f"line {number} of {path!r} is not UTF-8 (byte 0x{line[error.start]:02x} at "
                             f"{error.start}); convert the file, for example with `iconv -f {guess} -t UTF-8`"
                         )
-        except Exception:  # noqa: BLE001 - of a codec: the file's first reader has said more of it
+        except Exception:  # noqa: BLE001 - of a codec: the file's first reader has raised more of it
             return None
     return None

@@ -7,12 +7,13 @@ as immutable pages, `commits` gives a tree its history and its name. `push` (by 
 finds out what a bucket can do, `remotes` keeps which remotes a store knows, `transfer` is the process that
 does it all, and `remote` its door.
 
-Readers have bytes brought by a process that lives longer, the `fetcher`, which `fetcher_client` asks. There
-are two kinds: `remote_tree` shows names of a commit that are not in the index, and `origin` serves names that
-are. Both modules keep what comes by the rules of `kept`, and read large blobs in parts by `lazy_reader`.
+Readers have bytes brought by a process that lives longer, the `fetcher`, which `fetcher_client` asks. Readers
+are of two kinds: `remote_tree` shows names of a commit that are not in the index, and `origin` serves names
+that are. Both modules keep bytes that come by the rules of `kept_bytes`, and read large blobs in parts by
+`lazy_reader`. `unkept_frames` serves bytes for which the store has no room.
 
 Stores share the results of computations over `shared_results`, their door, which asks the fetcher as well:
-`result_sharing` looks for results and offers them, `result_records` has their form, and `claims` keeps nodes
+`result_sharing` looks results up and offers them, `result_records` has their form, and `claims` keeps nodes
 from computing one thing at once.
 
 May import: the parts of a store and the rooms below them; gc, to make room for what comes.

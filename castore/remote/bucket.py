@@ -150,7 +150,7 @@ class Bucket(Protocol):
         ...
 
     def remove_unfinished(self, before: float) -> None:
-        """Remove what interrupted writes have left before a time, as far as it can be told.
+        """Remove leftovers of writes that were interrupted before a time, as far as they can be recognized.
 
         Args:
             before: by the storage's clock, seconds since the epoch.

@@ -6,7 +6,7 @@ process that imports this module must never fork afterwards, and a forked child 
 obstore's errors carry the request's address and the storage's whole answer, where a signature or an access
 token may stand. Of those texts only the status, the host and the storage's own error code go on.
 
-Requests are tried again here (retries.py) and not by obstore, which would not tell how often. Parts of an
+Requests are tried again here (retries.py) and not by obstore, which does not report how often. Parts of an
 upload are the exception.
 """
 
@@ -473,7 +473,7 @@ def _reason(text: str) -> str:
         "TimedOut": "timed out",
         "Timeout": "timed out",
     }
-    return next((told for word, told in reasons.items() if word in text), "the connection broke")
+    return next((reason for word, reason in reasons.items() if word in text), "the connection broke")
 
 
 def _status(text: str) -> int | None:

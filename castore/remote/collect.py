@@ -49,7 +49,7 @@ SHORTEST_UNUSED = 2 * RENEW_SECONDS
 ABANDONED_SECONDS = 900.0
 # Seconds between two signs of life. The oldest one that allows a deletion is much younger than the above.
 _BEAT_SECONDS = 30.0
-# Keys deleted between two looks at the clock.
+# Keys deleted between two readings of the clock.
 _BATCH = 1000
 # In an order in which nothing names what is before it.
 _SWEPT = ("objects/", "packs/", TREES, COMMITS, RESULTS)

@@ -5,9 +5,9 @@ grace period later the keys that are still condemned are deleted. A push reads t
 once more just before it moves its ref, and begins again if the state has changed meanwhile. So the push knows
 the list of every epoch in which a key that it needs could be deleted:
 
-- while the epoch's keys are only condemned, a push that needs one uploads it again; the collector lists the
-  keys once more after it has begun to delete, and lets those be that were written meanwhile;
-- while keys are deleted, a push that needs one waits for the end, and uploads it then.
+- While the epoch's keys are only condemned, a push that needs one uploads that key again. The collector lists
+  the keys once more after the deletion has begun, and does not delete keys that were written meanwhile.
+- While keys are deleted, a push that needs one waits for the end, and then uploads that key.
 
 A push that read the state before the epoch was published moves its ref long before the grace period ends, and
 the collector, which reads all refs once more before it deletes, finds what the push needs.
@@ -31,8 +31,8 @@ STATE = FOLDER + "state"
 IDLE, CONDEMNED, DELETING = "idle", "condemned", "deleting"
 #: Seconds from a push's reading of the state to the last try to move its ref. Grace periods are far longer.
 FRESH_SECONDS = 240.0
-#: Seconds for which a push waits for the end of a deletion, and between two looks.
-WAIT_SECONDS, LOOK_SECONDS = 900.0, 2.0
+#: Seconds for which a push waits for the end of a deletion, and between two polls.
+WAIT_SECONDS, POLL_SECONDS = 900.0, 2.0
 # Keys of one object of a list.
 _KEYS = 200_000
 
@@ -94,7 +94,7 @@ def read_state(bucket: Bucket) -> State:
 def write_state(bucket: Bucket, new: State, seen: State) -> bool:
     """Replace the state if it is still ``seen``; False if somebody else has changed it.
 
-    The collector's id tells its own write from another's after an answer that was lost.
+    After an answer that was lost, the collector's id distinguishes its own write from another's.
     """
     fields = new._asdict()
     del fields["version"]
@@ -171,8 +171,8 @@ class Guard:
                     f"a collection of {self._bucket.url} deletes objects that this push needs, and does not"
                     " end; if its process is gone, `castore remote gc` ends it; then push again"
                 )
-            time.sleep(LOOK_SECONDS)
-            waited += LOOK_SECONDS
+            time.sleep(POLL_SECONDS)
+            waited += POLL_SECONDS
 
     def is_current(self) -> bool:
         """Whether the state is still that of `begin`. If not, the push begins again."""

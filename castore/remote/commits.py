@@ -132,7 +132,7 @@ def move_ref(bucket: Bucket, ref: str, seen: Ref | None, commit: bytes, now: flo
 
     Args:
         seen: from `read_ref`, None to make the ref.
-        now: seconds since the epoch, for people who look.
+        now: seconds since the epoch, for people.
 
     Raises:
         RemoteUnreachableError: whether the ref was moved is not known: the storage gave no answer, and could

@@ -70,7 +70,7 @@ class _Request(NamedTuple):
         return max(row.place.offset + row.place.stored for row in self.rows)
 
 
-#: Told of a row whose bytes are damaged.
+#: Called with a row whose bytes are damaged.
 OnDamage = Callable[[Row, CorruptError], object]
 
 

@@ -1,12 +1,12 @@
 """The fetcher: `python -m castore.remote.fetcher STORE`, the one process of a store that fetches for readers.
 
-Readers ask it over a socket in the store and wait (fetcher_client.py), so nobody else opens a connection, and
-what many processes want comes once. The fetcher keeps pages, blobs and parts of objects in the store, where
-the readers find them. The fetcher is started by exec when somebody asks, ends some seconds after the last
-request, and may be killed at any time: the next reader starts another, and asks again.
+Readers ask the fetcher over a socket in the store and wait (fetcher_client.py). So nobody else opens a
+connection, and bytes that many processes want come once. The fetcher keeps pages, blobs and parts of objects
+in the store, where the readers find them. The first request starts the fetcher by exec. The fetcher ends some
+seconds after the last request, and may be killed at any time: the next reader starts another, and asks again.
 
 The fetcher trusts its readers as little as the remote: bytes are kept under the digest that they were checked
-against. It writes to a remote in one case: the results of computations that a reader offers
+against. The fetcher writes to a remote in one case: the results of computations that a reader offers
 (result_sharing.py). Must never: move a ref, or fork once it serves.
 """
 
@@ -46,18 +46,18 @@ from castore.remote.claims import Claim, Claims
 from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
 from castore.remote.fetcher_client import storage_timeout
-from castore.remote.kept import LARGEST_PART, Part, blob_name
+from castore.remote.kept_bytes import LARGEST_PART, Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, digest_of, frame_of
-from castore.remote.passing import check_frames, stretch
 from castore.remote.process import open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.result_sharing import Answer, Offers, ResultSharing
 from castore.remote.shared_results import SILENT_SECONDS, lookup_timeout
+from castore.remote.unkept_frames import check_frames, frame_span
 from castore.system.ballast import full_disk_error
 from castore.system.local_sockets import address
 from castore.system.temporary import give_to_owner, open_with_mode
@@ -69,7 +69,7 @@ log = logging.getLogger("castore")
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
-#: Seconds without a request after which it ends, and after a reader has said that it is done.
+#: Seconds without a request after which it ends, and the same after a reader's request `done`.
 IDLE_SECONDS, DONE_SECONDS = 10.0, 0.5
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
@@ -203,7 +203,7 @@ class _Coming:
         return found, mine
 
     def end(self, keys: Iterable[Hashable], error: BaseException | None = None) -> None:
-        """Tell those who wait that the keys are there, or why they are not."""
+        """Complete the futures of the keys: with None, or with the error why the keys are not there."""
         with self._lock:
             futures = [self._futures.pop(key, None) for key in keys]
         for future in filter(None, futures):
@@ -231,7 +231,7 @@ class Fetcher:
         self._commit_lock = threading.Lock()
         self._kept = 0
         self._sources: dict[tuple[str, bool], _Source] = {}
-        #: Tells this fetcher from the one before it.
+        #: Distinguishes this fetcher from the one before.
         self.id = uuid.uuid4().hex
         self._coming = _Coming()
 
@@ -324,7 +324,7 @@ class Fetcher:
         """
         source, wanted = self._source(remote), _row(row)
         place = wanted.place
-        stop, start, end = stretch(wanted, first)
+        stop, start, end = frame_span(wanted, first)
         if end - start > LARGEST_PART:
             raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {wanted.name!r}")
         key = object_key(place.object, packed=place.is_packed)
@@ -448,7 +448,7 @@ class Fetcher:
             future.result()
 
     def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
-        """Do some work, and tell those who wait for the keys."""
+        """Do some work, and complete the futures of the keys."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 (those who wait raise it)

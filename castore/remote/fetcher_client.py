@@ -27,8 +27,8 @@ TIMEOUT_SECONDS, TIMEOUT_VARIABLE = 30.0, "CASTORE_REMOTE_TIMEOUT"
 # Seconds for a fetcher to start, and times that it may end before it answers.
 _START_SECONDS = 60.0
 _ATTEMPTS = 5
-# Seconds between two looks whether it has started.
-_LOOK_SECONDS = 0.005
+# Seconds between two polls whether it has started.
+_POLL_SECONDS = 0.005
 
 
 def storage_timeout() -> float:
@@ -107,7 +107,7 @@ class FetcherClient:
         """Send a request and wait for its result; None if the fetcher has ended."""
         self._open_now.add(connection)
         try:
-            self._raise_if_over()  # `abandon` sees a connection that was added before this look
+            self._raise_if_over()  # `abandon` sees a connection that was added before this check
             connection.settimeout(timeout)
             send(connection, request)
             answer = receive(connection)
@@ -139,7 +139,7 @@ class FetcherClient:
             raise RemoteError("the request was interrupted")
 
     def done(self) -> None:
-        """Tell the fetcher, if there is one, that this reader will not ask again."""
+        """Send the fetcher, if there is one, the request that ends this reader's use."""
         with suppress(OSError), self._open() as connection:
             send(connection, {"do": "done"})
 
@@ -165,7 +165,7 @@ class FetcherClient:
                 started = time.monotonic()
             with suppress(FileNotFoundError, ConnectionRefusedError):
                 return self._open()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         raise RemoteError(f"no process that fetches for {self._store} starts; is the store in order?")
 
     def _start(self) -> None:

@@ -8,7 +8,7 @@ the version that it replaces. An ETag made of time, inode and size would not do,
 
 The newest `_KEPT` versions stay. A writer that compares an older one finds its number free again, because the
 versions around it are removed. Such a link is late by `_KEPT` versions at least, is never the newest, and is
-found by a look at the numbers afterwards.
+found by a comparison of the numbers afterwards.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A frame is compared with its digest in the tree each time it is read from a part, so nobody has to trust what
 is kept. A part that is damaged is set aside and fetched again. If the store has no room for a part, its
-frames pass through (passing.py). A reader that goes on in order has parts fetched ahead of it, twice as many
-each time, as the kernel does it for files. A reader that jumps fetches only what it needs.
+frames are served and not kept (unkept_frames.py). A reader that goes on in order has parts fetched ahead,
+twice as many each time, as the kernel does it for files. A reader that jumps fetches only what it needs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from castore.objects.frames import frame_count, frame_length
 from castore.parts import Parts
 from castore.records import AWAY, Blob
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.kept import WHOLE_LIMIT, Division, Part
+from castore.remote.kept_bytes import WHOLE_LIMIT, Division, Part
 from castore.remote.pages import Row, frame_of
-from castore.remote.passing import NOT_KEPT, PassedFrames, Room
+from castore.remote.unkept_frames import NOT_KEPT, RoomState, UnkeptFrames
 from castore.system.forks import reset_after_fork
 from castore.system.io_errors import AT_FAULT
 from castore.system.ram_cache import MemoryLRU
@@ -65,11 +65,11 @@ class LazyReader:
         remote: str,
         row: Row,
         cache: MemoryLRU[bytes] | None,
-        room: Room,
+        room: RoomState,
     ) -> None:
         self.blob = Blob(row.digest, row.size, 0, row.place.codec, AWAY, 0)
         self.frames = frame_count(row.size)
-        self._store = parts
+        self._parts = parts
         self._fetcher = fetcher
         self._ahead = ahead
         self._remote = remote
@@ -77,7 +77,7 @@ class LazyReader:
         self._name = row.name
         self._division = Division(row.place)
         self._is_in_parts = row.place.stored > WHOLE_LIMIT
-        self._passed = PassedFrames(parts, fetcher, remote, row)
+        self._unkept = UnkeptFrames(parts, fetcher, remote, row)
         self._room = room
         self._cache = cache
         self._last: tuple[int, bytes] = (-1, b"")
@@ -188,12 +188,12 @@ class LazyReader:
         if self._is_in_parts:
             with suppress(*NOT_KEPT):
                 return self._load_kept(index)
-        return self._passed.load(index)
+        return self._unkept.load(index)
 
     def _load_kept(self, index: int) -> bytes:
         number = self._division.part_of(index)
         part = self._division.parts[number]
-        self._look_ahead(number)
+        self._fetch_ahead(number)
         length = frame_length(self.blob.size, index)
         for _ in range(_ATTEMPTS):
             reader = self._part(number)
@@ -207,8 +207,8 @@ class LazyReader:
                 damaged = self._opened.pop(number, None)
             if damaged is not None:
                 damaged.close()
-                where = self._store.objects.where(damaged.blob)
-                self._store.source.quarantine(damaged.blob, CorruptError(f"{where} is damaged"))
+                where = self._parts.objects.where(damaged.blob)
+                self._parts.source.quarantine(damaged.blob, CorruptError(f"{where} is damaged"))
         raise CorruptError(
             f"the bytes of {self._name!r} that this store keeps are damaged each time; is its disk well?",
             digest=self.blob.digest.hex(),
@@ -241,14 +241,14 @@ class LazyReader:
     def _open_kept(self, number: int) -> bool:
         """Open a part if it is here."""
         name = self._division.parts[number].name(self._object)
-        found = self._store.index.find(name)
+        found = self._parts.index.find(name)
         if found is None or not found.blob.is_here:
             return False
         try:
-            reader = self._store.source.open_here(found.blob)
+            reader = self._parts.source.open_here(found.blob)
         except FileNotFoundError:
             return False
-        self._store.source.count_use(name)
+        self._parts.source.count_use(name)
         with self._lock:
             closing = [self._opened.pop(number)] if number in self._opened else []
             if self._holds:
@@ -261,7 +261,7 @@ class LazyReader:
             gone.close()
         return True
 
-    def _look_ahead(self, number: int) -> None:
+    def _fetch_ahead(self, number: int) -> None:
         """Have parts fetched that a reader in order will read next."""
         with self._lock:
             if number == self._at + 1:
@@ -280,7 +280,7 @@ class LazyReader:
 
     def _fetch_missing(self, parts: Sequence[Part]) -> None:
         named = {part.name(self._object): part for part in parts}
-        found = self._store.index.find_many(list(named))
+        found = self._parts.index.find_many(list(named))
         missing = [part for name, part in named.items() if name not in found or not found[name].blob.is_here]
         if missing:
             self._fetch(missing, first=0)

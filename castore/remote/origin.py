@@ -22,13 +22,13 @@ from castore.index import places
 from castore.index.places import RemotePlace
 from castore.parts import Parts
 from castore.records import Blob
+from castore.remote.background_work import BackgroundWork
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.hints import Hints
-from castore.remote.kept import WHOLE_LIMIT, bytes_here, drop_parts
+from castore.remote.kept_bytes import WHOLE_LIMIT, bytes_here, drop_parts
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.pack_window import PackWindow
 from castore.remote.pages import Place, Row
-from castore.remote.passing import NOT_KEPT, Room
+from castore.remote.unkept_frames import NOT_KEPT, RoomState
 from castore.system.ram_cache import MemoryLRU
 
 log = logging.getLogger("castore")
@@ -48,8 +48,8 @@ class RemoteOrigin:
         self._parts = parts
         self._fetcher = FetcherClient(parts.path)
         self._windows = PackWindow()
-        self._hints = Hints()
-        self._room = Room()
+        self._background = BackgroundWork()
+        self._room = RoomState()
 
     def bring(self, digests: Sequence[bytes], *, large: bool = True) -> None:
         """See `Origin`."""
@@ -80,8 +80,8 @@ class RemoteOrigin:
                 self.bring([blob.digest], large=False)
                 return None
         self._require_writable(place.remote)
-        give = self._hints.give
-        return LazyReader(self._parts, self._fetcher, give, place.remote, _row(place), cache, self._room)
+        ahead = self._background.submit
+        return LazyReader(self._parts, self._fetcher, ahead, place.remote, _row(place), cache, self._room)
 
     def _place(self, digest: bytes) -> RemotePlace:
         place = places.of_blobs(self._parts.index, [digest]).get(digest)

@@ -1,7 +1,7 @@
 """Finds out by trying what a bucket can do.
 
 The name of a storage shows little. rclone's `serve s3` ignores the condition of a write, so each of twelve
-racing writers is told that it won. rclone answers a range with the whole object.
+racing writers is answered that it won. rclone answers a range with the whole object.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Findings(NamedTuple):
         lists: a listing has an object as soon as it is written.
         ranges: exactly the bytes are given that were asked for.
         writes: objects can be written.
-        creates: of several writers that create one object, one is told that it did.
-        swaps: of several writers that replace one version of an object, one is told that it did.
+        creates: of several writers that create one object, one gets the answer that it did.
+        swaps: of several writers that replace one version of an object, one gets the answer that it did.
         deletes: objects can be removed, as a collector does.
         clock: the storage's clock minus that of this machine, in seconds.
         sentences: what is wrong, or may surprise.
@@ -77,14 +77,21 @@ def probe(bucket: Bucket, *, writes: bool = True) -> Findings:
     lists, largest = trial.list_any()
     if not (writes and trial.write()):
         return Findings(
-            lists, trial.read_ranges(largest), False if writes else None, None, None, None, None, trial.told
+            lists,
+            trial.read_ranges(largest),
+            False if writes else None,
+            None,
+            None,
+            None,
+            None,
+            trial.sentences,
         )
     try:
         lists, clock = trial.list_own() if lists else (False, None)
         ranges, creates, swaps = trial.read_ranges(trial.first), trial.create(), trial.swap()
     finally:
         deletes = trial.clean_up()
-    return Findings(lists, ranges, True, creates, swaps, deletes, clock, trial.told)
+    return Findings(lists, ranges, True, creates, swaps, deletes, clock, trial.sentences)
 
 
 class _Trial:
@@ -95,11 +102,11 @@ class _Trial:
         self._folder = f"{PROBE}{uuid.uuid4().hex}/"
         self._keys: list[str] = []
         self._began = 0.0
-        self.told: tuple[str, ...] = ()
+        self.sentences: tuple[str, ...] = ()
         self.first = ""
 
-    def _tell(self, sentence: object) -> bool:
-        self.told += (str(sentence),)
+    def _note(self, sentence: object) -> bool:
+        self.sentences += (str(sentence),)
         return False
 
     def _key(self, name: str) -> str:
@@ -112,7 +119,7 @@ class _Trial:
             some = islice(self._bucket.listing(""), 1000)
             fitting = [listed for listed in some if listed.size <= _LARGEST]
         except RemoteDeniedError as error:
-            return self._tell(error), ""
+            return self._note(error), ""
         return True, max(fitting, key=lambda listed: listed.size).key if fitting else ""
 
     def write(self) -> bool:
@@ -122,19 +129,19 @@ class _Trial:
         try:
             self._bucket.put(self.first, bytes(range(256)) * 16)
         except RemoteDeniedError as error:
-            return self._tell(error)
+            return self._note(error)
         return True
 
     def list_own(self) -> tuple[bool, float | None]:
         """Whether the first object is in a listing, and how the storage's clock goes."""
         found = {listed.key: listed.modified for listed in self._bucket.listing(self._folder)}
         if list(found) != [self.first]:
-            return self._tell(f"a listing of {self._bucket.url} does not have what was just written"), None
+            return self._note(f"a listing of {self._bucket.url} does not have what was just written"), None
         # Most storages give whole seconds, rounded down.
         ahead, behind = found[self.first] - time.time(), self._began - 1 - found[self.first]
         clock = ahead if ahead > 0 else -max(behind, 0)
         if abs(clock) > _CLOCK_TOLERANCE:
-            self._tell(
+            self._note(
                 f"the clock of {self._bucket.url} is {abs(clock):.0f} seconds"
                 f" {'ahead of' if clock > 0 else 'behind'} this machine's; set the one that is wrong"
             )
@@ -151,9 +158,9 @@ class _Trial:
         except RemoteUnreachableError:
             raise
         except RemoteError as error:
-            return self._tell(error)
+            return self._note(error)
         if found != [whole[start:end] for start, end in ranges]:
-            return self._tell(
+            return self._note(
                 f"{self._bucket.url} gives other bytes than those of the range that was asked for"
             )
         return True
@@ -169,13 +176,13 @@ class _Trial:
             except RemoteUnreachableError:
                 raise
             except RemoteError as error:
-                return self._tell(error)
+                return self._note(error)
             if len(winners) > 1:
-                return self._tell(
+                return self._note(
                     f"{says} {len(winners)} of {_WRITERS} that created one object were told that they did"
                 )
             if again or bucket.get(key).data not in (winners or [bucket.get(key).data]):
-                return self._tell(f"{says} an object that was there was created again")
+                return self._note(f"{says} an object that was there was created again")
         return True
 
     def swap(self) -> bool:
@@ -193,15 +200,15 @@ class _Trial:
             except RemoteUnreachableError:
                 raise
             except RemoteError as error:
-                return self._tell(error)
+                return self._note(error)
             if len(winners) > 1:
-                return self._tell(
+                return self._note(
                     f"{says} {len(winners)} of {_WRITERS} that replaced it were told that they did"
                 )
             if stale or (winners and second.data != winners[0]):
-                return self._tell(f"{says} one that was replaced before passed for the newest")
+                return self._note(f"{says} one that was replaced before passed for the newest")
             if not works:
-                return self._tell(f"{bucket.url} never replaces an object under the condition of its version")
+                return self._note(f"{bucket.url} never replaces an object under the condition of its version")
         return True
 
     def clean_up(self) -> bool:
@@ -209,7 +216,7 @@ class _Trial:
         try:
             self._bucket.delete(self._keys)
         except RemoteDeniedError as error:
-            return self._tell(f"{error}; {len(self._keys)} small objects stay in {self._folder}")
+            return self._note(f"{error}; {len(self._keys)} small objects stay in {self._folder}")
         return True
 
 
@@ -219,7 +226,7 @@ def _bytes() -> bytes:
 
 
 def _race(write: Callable[[bytes], bool]) -> list[bytes]:
-    """The data of each writer that was told that it won."""
+    """The data of each writer that was answered that it won."""
     barrier = threading.Barrier(_WRITERS)
 
     def run(data: bytes) -> bool:

@@ -25,7 +25,7 @@ from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, list_names, open_base
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
-from castore.remote.kept import drop_parts
+from castore.remote.kept_bytes import drop_parts
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row

@@ -338,7 +338,7 @@ class Remote:
         Raises:
             RemoteDeniedError: the remote was added with ``--read-only``, or the credentials may not delete.
             InvalidValueError: no commit would be kept, or the grace period or ``unused`` is too short.
-            CorruptError: a page is damaged, so what is garbage cannot be told; nothing was deleted.
+            CorruptError: a page is damaged, so garbage cannot be determined; nothing was deleted.
             RemoteError: another collector is at work.
         """
         from castore.remote.collect import SHORTEST_GRACE, SHORTEST_UNUSED

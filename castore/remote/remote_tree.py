@@ -32,25 +32,25 @@ from castore.names import below
 from castore.parts import Parts
 from castore.read.file_tree import HeldBlob
 from castore.records import Blob, FileRow, entry_check
+from castore.remote.background_work import BackgroundWork
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.hints import Hints
-from castore.remote.kept import WHOLE_LIMIT, blob_name, bytes_here
+from castore.remote.kept_bytes import WHOLE_LIMIT, blob_name, bytes_here
 from castore.remote.keys import check_ref
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.outcomes import Prefetch, Progress, Warmed
 from castore.remote.pack_window import PackWindow
 from castore.remote.page_cache import read_cached
 from castore.remote.pages import Page, Row
-from castore.remote.passing import NOT_KEPT, Room
 from castore.remote.remotes import Remotes, SeenCommit
 from castore.remote.tree import Tree, difference
+from castore.remote.unkept_frames import NOT_KEPT, RoomState
 from castore.remote.warm import fetch_ahead, rows_of_shard
 from castore.system.ram_cache import MemoryLRU
 from castore.units import format_size
 
 log = logging.getLogger("castore")
 
-#: Seconds between two looks whether the ref has moved.
+#: Seconds between two polls whether the ref has moved.
 FOLLOW_SECONDS = 2.0
 #: Changed names that are listed one by one; with more, a mount forgets all it knows.
 MOST_CHANGES = 100_000
@@ -118,9 +118,9 @@ class RemoteTree:
         # All at and below it is fetched ahead; None for nothing.
         self._ahead: str | None = None
         self._ended = threading.Event()
-        self._background = ThreadPoolExecutor(1, "castore-ahead")
-        self._hints = Hints()
-        self._room = Room()
+        self._prefetcher = ThreadPoolExecutor(1, "castore-ahead")
+        self._background = BackgroundWork()
+        self._room = RoomState()
 
     def _find(self, commit: str | None) -> SeenCommit:
         """The commit to show. Without a network, the newest that this store knows."""
@@ -166,7 +166,7 @@ class RemoteTree:
             if self._decoded.get(digest) is None and not os.path.exists(folder / digest.hex())
         ]
         if missing:
-            self._hints.give(
+            self._background.submit(
                 partial(self._fetcher.call, "pages", remote=self._remote, pages=missing, first=0)
             )
 
@@ -223,7 +223,7 @@ class RemoteTree:
         self.commit, self.time, self._trees = found.commit, found.time, [newer, *self._trees[: _OLDER - 1]]
         self._known.set_seen(self._remote, self._ref, found)
         if self._ahead is not None:
-            self._background.submit(self._fetch_ahead, partial(_new_rows, older, newer, self._ahead))
+            self._prefetcher.submit(self._fetch_ahead, partial(_new_rows, older, newer, self._ahead))
         return changes if len(changes) < MOST_CHANGES else None
 
     # Blobs
@@ -250,7 +250,7 @@ class RemoteTree:
             row = row or self._row(name, digest)
             if row.place.stored > WHOLE_LIMIT:
                 if self._prefetch == "open":
-                    self._background.submit(self._fetch_ahead, partial(iter, (row,)))
+                    self._prefetcher.submit(self._fetch_ahead, partial(iter, (row,)))
                 return self._lazy(row, cache)
             if not self._fetch(row):
                 return self._lazy(row, cache)
@@ -260,8 +260,8 @@ class RemoteTree:
         )
 
     def _lazy(self, row: Row, cache: MemoryLRU[bytes] | None) -> LazyReader:
-        give = self._hints.give
-        return LazyReader(self._parts, self._fetcher, give, self._remote, row, cache, self._room)
+        ahead = self._background.submit
+        return LazyReader(self._parts, self._fetcher, ahead, self._remote, row, cache, self._room)
 
     def read_small(self, name: str, digest: bytes) -> bytes | None:
         """See `FileTree`."""
@@ -356,7 +356,7 @@ class RemoteTree:
         """
         if self._prefetch == "all":
             self._ahead = prefix
-            self._background.submit(self._fetch_ahead, partial(self._trees[0].rows, prefix))
+            self._prefetcher.submit(self._fetch_ahead, partial(self._trees[0].rows, prefix))
 
     def _fetch_ahead(self, find_rows: Callable[[], Iterable[Row]]) -> None:
         try:
@@ -392,7 +392,7 @@ class RemoteTree:
     def close(self) -> None:
         """See `FileTree`."""
         self._ended.set()
-        self._background.shutdown(wait=False, cancel_futures=True)
+        self._prefetcher.shutdown(wait=False, cancel_futures=True)
         self._fetcher.done()
 
 
@@ -426,15 +426,15 @@ class CommitChanges:
         self._ended.set()
 
     def _run(self) -> None:
-        told = ""
+        last_error = ""
         while not self._ended.wait(FOLLOW_SECONDS):
             try:
                 changes = self._tree.advance()
-                told = ""
+                last_error = ""
             except CastoreError as error:
-                if str(error) != told:
+                if str(error) != last_error:
                     log.warning("%s; the mount goes on with commit %s", error, self._tree.commit.hex()[:12])
-                told = str(error)
+                last_error = str(error)
                 continue
             with self._lock:
                 self._changes = None if changes is None or self._changes is None else self._changes + changes

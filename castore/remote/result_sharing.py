@@ -1,4 +1,4 @@
-"""The fetcher's side of shared results: looks for the result of a computation in a bucket, and offers one.
+"""The fetcher's side of shared results: looks a computation's result up in a bucket, and offers one.
 
 Nothing depends on a record. A result that is gone, damaged, expired or of a kind that runs code when it is
 loaded counts as none, and the computation is done again. Must never: name a result whose bytes are not in the

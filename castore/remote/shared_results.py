@@ -43,29 +43,29 @@ T = TypeVar("T")
 LOOKUP_SECONDS = 10.0
 #: Seconds for which a remote is left alone that gave no answer.
 SILENT_SECONDS = 60.0
-#: A computation is worth a claim if it takes so many seconds, or so many times as long as a look for its
-#: result. Claiming it takes about as long as two looks.
-WORTH_SECONDS, WORTH_LOOKS = 0.5, 5.0
+#: A computation is worth a claim if it takes so many seconds, or so many times as long as the look-up of
+#: its result. A claim takes about as long as two look-ups.
+WORTH_SECONDS, WORTH_LOOKUPS = 0.5, 5.0
 # Weight of the last computation in the average by which others are expected to take as long.
 _WEIGHT = 0.25
-#: Seconds after which a node that waits for another one says so.
-TOLD_SECONDS = 30.0
+#: Seconds after which a node that waits for another one logs that it waits.
+NOTICE_SECONDS = 30.0
 # The fetcher of results that none has taken.
 _NO_FETCHER = ""
 # Results that were offered and are remembered until the store is closed.
 _OFFERED = 10_000
-# Results that are looked for, or offered, with one request to the fetcher.
+# Results that are looked up, or offered, with one request to the fetcher.
 _AT_ONCE = 64
 # Errors of a remote, and of the store's knowledge of it. They end no computation.
 _TROUBLE = (CorruptError, NotFoundError, RemoteError, StoreError)
-# Seconds between two looks for a result that another node computes.
+# Seconds between two polls for a result that another node computes.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 #: Seconds that the end of a store waits for results to be offered.
 CLOSE_SECONDS = 60.0
 
 
-class _Look(NamedTuple):
-    """The outcome of a look for a result.
+class _Lookup(NamedTuple):
+    """The outcome of the look-up of a result.
 
     Attributes:
         is_here: the result is in the store now.
@@ -108,8 +108,8 @@ class SharedResults:
         # How long computations below each folder of names take: a moving average, as the last of a step's
         # blocks is often short.
         self._seconds: dict[str, float] = {}
-        # The quickest look for a result. Others had to wait, for the fetcher to start for example.
-        self._look_seconds = WORTH_SECONDS
+        # The quickest look-up of a result. Others had to wait, for the fetcher to start for example.
+        self._lookup_seconds = WORTH_SECONDS
 
     def _after_fork(self) -> None:
         self._offered.clear()  # those are the parent's to wait for
@@ -129,7 +129,7 @@ class SharedResults:
             name, partial(self.find, name, lifetime), partial(self.claim, name), partial(self.offer, name)
         )
 
-    def find(self, name: str, lifetime: float | None, known: bytes | None) -> _Look:
+    def find(self, name: str, lifetime: float | None, known: bytes | None) -> _Lookup:
         """Have the result of a computation in the store, if the remote has a good one.
 
         Args:
@@ -142,25 +142,25 @@ class SharedResults:
             found = self._ask(self._fetcher.call, "find_result", name=name, lifetime=lifetime, known=known)
         except (FullError, TooLargeError) as error:
             log.warning("a result in remote %r cannot be kept: %s", self.remote, error)
-            return _Look(False, None, False)
+            return _Lookup(False, None, False)
         if found is None:
-            return _Look(False, None, False)
-        self._look_seconds = min(self._look_seconds, time.monotonic() - began)
+            return _Lookup(False, None, False)
+        self._lookup_seconds = min(self._lookup_seconds, time.monotonic() - began)
         is_here, row, record = found
         if row is None:
-            return _Look(is_here, record, not is_here)
+            return _Lookup(is_here, record, not is_here)
         try:
             self._fetcher.call("keep_result", remote=self.remote, row=row)
         except (CorruptError, RemoteMissingError) as error:
             log.warning("a result in remote %r is computed again: %s", self.remote, error)
-            return _Look(False, record, True)
+            return _Lookup(False, record, True)
         except (FullError, TooLargeError) as error:
             log.warning("a result in remote %r cannot be kept: %s", self.remote, error)
-            return _Look(False, record, False)
+            return _Lookup(False, record, False)
         except _TROUBLE as error:
             self._leave_alone(error)
-            return _Look(False, record, False)
-        return _Look(True, record, False)
+            return _Lookup(False, record, False)
+        return _Lookup(True, record, False)
 
     def claim(self, name: str) -> tuple[bool, socket.socket | None]:
         """Claim a computation, so that other nodes wait for its result.
@@ -211,7 +211,7 @@ class SharedResults:
         """Remember results until they are known to be in the remote, also those that it did not take now."""
         fetcher, failure = begun or (_NO_FETCHER, None)
         self._offered += [(fetcher, name, keep) for name in names]
-        self._tell(failure)
+        self._warn(failure)
 
     def find_many(self, names: Sequence[str], lifetime: float | None) -> None:
         """Have those of some results in the store that the remote has, as `find`; damaged ones are left out.
@@ -295,7 +295,7 @@ class SharedResults:
 
     def _is_quick(self, name: str) -> bool:
         """Whether computations beside this one take too little time to be worth a claim."""
-        worth = min(WORTH_SECONDS, WORTH_LOOKS * self._look_seconds)
+        worth = min(WORTH_SECONDS, WORTH_LOOKUPS * self._lookup_seconds)
         return self._seconds.get(_folder(name), math.inf) < worth
 
     def close(self) -> None:
@@ -335,7 +335,7 @@ class SharedResults:
         except _TROUBLE as error:
             log.warning("results may not have come into remote %r: %s", self.remote, error)
             return
-        self._tell(failure)
+        self._warn(failure)
         if left:
             log.warning(
                 "%d results are still on their way into remote %r, and lost if this machine ends now",
@@ -351,7 +351,7 @@ class SharedResults:
         )
         return fetcher, left, failure
 
-    def _tell(self, failure: str | None) -> None:
+    def _warn(self, failure: str | None) -> None:
         if failure is not None:
             log.warning("a result could not be offered to remote %r: %s", self.remote, failure)
 
@@ -361,7 +361,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
 
     Args:
         name: key of the computation.
-        find: looks for a result, given a record that is of no use.
+        find: looks a result up, given a record that is of no use.
         claim: claims the computation.
         offer: has the result uploaded.
     """
@@ -386,7 +386,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
 
     def look(self) -> bool:
         """Have a result in the store, if the remote has one that was not found before."""
-        found: _Look = self._find(self._known)
+        found: _Lookup = self._find(self._known)
         if found.record != self._known:
             # A result that the caller cannot use either is one to replace: see `decline`.
             self._known, self._refused = found.record, found.record if found.is_bad or found.is_here else None
@@ -402,7 +402,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
         A caller that cannot use a result calls this once more.
 
         Args:
-            has_looked: somebody has looked a moment ago, and found none.
+            has_looked: a look-up a moment ago found none.
 
         Returns:
             ``"found"``: it is in the store now. ``"ours"``: this process is to compute it. ``"elsewhere"``:
@@ -413,7 +413,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
         if self._connection is not None:
             return "ours"
         is_ours, self._connection = self._claim()
-        if self._connection is not None and self.look():  # it came between the first look and the claim
+        if self._connection is not None and self.look():  # it came between the first look-up and the claim
             return "found"
         self._began = time.monotonic()
         return "ours" if is_ours else "elsewhere"
@@ -423,11 +423,11 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
 
         Waits while another node computes it. A caller that cannot use the result calls this once more.
         """
-        pause, told = _SHORTEST_PAUSE, time.monotonic() + TOLD_SECONDS
+        pause, warn_at = _SHORTEST_PAUSE, time.monotonic() + NOTICE_SECONDS
         while (begun := self.begin()) == "elsewhere":
-            if time.monotonic() > told:
+            if time.monotonic() > warn_at:
                 log.warning("%r is computed by another node; this one waits for its result", self._name)
-                told = math.inf
+                warn_at = math.inf
             time.sleep(pause * (1 + random.random()))  # noqa: S311
             pause = min(2 * pause, _LONGEST_PAUSE)
         return begun == "found"

@@ -1,9 +1,10 @@
 """The process that talks to a bucket: `main`, with a descriptor as its argument, started for one call.
 
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
-ever opens a connection: it starts this one by exec, writes the call to its standard input as a line of JSON,
-and reads lines of JSON from the pipe FD: progress, and in the end the result or the error. Standard input
-stays open for as long as the caller lives; its end is the word to stop.
+ever opens a connection. A caller starts this process by exec, and writes the call to its standard input as a
+line of JSON. The caller then reads lines of JSON from the pipe FD: progress, and in the end the result or the
+error. Standard input stays open for as long as the caller lives. At the end of standard input the process
+stops.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 from castore.errors import CastoreError, RemoteError
 from castore.parts import Parts
 from castore.remote import commits, marker
+from castore.remote.background_work import BackgroundWork
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.error_values import describe
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.hints import Hints
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.process import open_parts
@@ -110,7 +111,7 @@ class _Call:
 
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
-            Hints().give(partial(FetcherClient(self.parts.path).prepare, remote))
+            BackgroundWork().submit(partial(FetcherClient(self.parts.path).prepare, remote))
         return pull(
             self.parts,
             self.bucket,

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.kept import WHOLE_LIMIT, Division
+from castore.remote.kept_bytes import WHOLE_LIMIT, Division
 from castore.remote.pages import Row
 
 # Stored bytes and rows of a request, parts of one, and requests under way.

@@ -17,14 +17,14 @@ import sys
 import warnings
 from typing import Any
 
+from castore.serialize.bounded_dict import BoundedDict
 from castore.serialize.problems import corrupt, need, refuse
-from castore.serialize.remembered import Remembered
 
 _MAGIC = b"\x93NUMPY"
 _LONGEST_HEADER = 1 << 16
 _LENGTH, _LONG_LENGTH = struct.Struct("<H"), struct.Struct("<I")
 
-_parsed: Remembered[tuple[Any, tuple[int, ...], Any]] = Remembered(1 << 18)
+_parsed: BoundedDict[tuple[Any, tuple[int, ...], Any]] = BoundedDict(1 << 18)
 
 
 def is_array(obj: Any) -> bool:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from castore.errors import SerializationError
 from castore.serialize import leaves
+from castore.serialize.bounded_dict import BoundedDict
 from castore.serialize.kinds import MisfitError, tensor_problem
 from castore.serialize.npy import is_array
 from castore.serialize.number_types import NUMBER_TYPES, SIZES
 from castore.serialize.problems import corrupt, refuse
-from castore.serialize.remembered import Remembered
 
 #: The longest header that safetensors accepts.
 _LONGEST_HEADER = 100_000_000
@@ -94,7 +94,7 @@ def read_header(header: bytes) -> tuple[Any, dict[str, Place], int]:
     tensors = json.loads(header[8:].decode())
     about = json.loads(tensors.pop("__metadata__")["castore"])
     end = len(header)
-    places = {name: _placed(told, end) for name, told in tensors.items()}
+    places = {name: _placed(entry, end) for name, entry in tensors.items()}
     for start, stop, _, _ in sorted(places.values()):
         if start != end:
             raise ValueError("its tensors overlap or leave gaps")
@@ -102,8 +102,8 @@ def read_header(header: bytes) -> tuple[Any, dict[str, Place], int]:
     return about, places, end
 
 
-def _placed(told: Any, offset: int) -> Place:
-    code, shape, (first, last) = told["dtype"], told["shape"], told["data_offsets"]
+def _placed(entry: Any, offset: int) -> Place:
+    code, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if len(shape) > _MOST_DIMENSIONS or not all(type(side) is int and 0 <= side < 1 << 63 for side in shape):
         raise ValueError("a tensor has an impossible shape")
     if type(first) is not int or type(last) is not int or not 0 <= first <= last:
@@ -147,8 +147,8 @@ class _Plan(NamedTuple):
     is_bare: bool
 
 
-_layouts: Remembered[Layout] = Remembered(1 << 20)
-_plans: Remembered[_Plan] = Remembered(1 << 20)
+_layouts: BoundedDict[Layout] = BoundedDict(1 << 20)
+_plans: BoundedDict[_Plan] = BoundedDict(1 << 20)
 
 
 def is_tensor(obj: Any) -> bool:
@@ -188,7 +188,7 @@ def dump_safetensors(obj: Any) -> bytes:
     if is_torch:
         leaves.know_torch()
         try:
-            told = tuple(
+            marks = tuple(
                 (name, leaves.take_tensor(tensor.detach(), payloads), tensor.requires_grad)
                 for name, tensor in tensors.items()
             )
@@ -196,8 +196,8 @@ def dump_safetensors(obj: Any) -> bytes:
             raise SerializationError(f"value: {error.problem}") from error
     else:
         leaves.know_numpy()
-        told = tuple((name, leaves.take_array(array, payloads), False) for name, array in tensors.items())
-    description = obj is not tensors, told
+        marks = tuple((name, leaves.take_array(array, payloads), False) for name, array in tensors.items())
+    description = obj is not tensors, marks
     layout = _layouts.get(description)
     if layout is None:
         layout = _lay_out(*description)
@@ -205,19 +205,19 @@ def dump_safetensors(obj: Any) -> bytes:
     return layout.file(payloads)
 
 
-def _lay_out(is_bare: bool, told: tuple[tuple[str, leaves.Mark, bool], ...]) -> Layout:
-    about: dict[str, Any] = {"kind": "numpy", "bare": is_bare, "order": [name for name, *_ in told]}
-    types = {name: leaves.number_type(mark) for name, mark, _ in told}
-    if told[0][1][0] == "tensor":
-        about |= {"kind": "torch", "grad": [name for name, _, has_grad in told if has_grad]}
+def _lay_out(is_bare: bool, marks: tuple[tuple[str, leaves.Mark, bool], ...]) -> Layout:
+    about: dict[str, Any] = {"kind": "numpy", "bare": is_bare, "order": [name for name, *_ in marks]}
+    types = {name: leaves.number_type(mark) for name, mark, _ in marks}
+    if marks[0][1][0] == "tensor":
+        about |= {"kind": "torch", "grad": [name for name, _, has_grad in marks if has_grad]}
         named = {name: kind for name, kind in types.items() if kind in _NAMED}
         if named:
             about["types"] = named
     written = []
-    for name, (_, _, shape), _ in told:
+    for name, (_, _, shape), _ in marks:
         code, tail = _written(types[name])
         written.append((name, code, (*map(int, shape), *tail)))
-    order = sorted(range(len(told)), key=lambda place: (_CODE_ORDER[written[place][1]], written[place][0]))
+    order = sorted(range(len(marks)), key=lambda place: (_CODE_ORDER[written[place][1]], written[place][0]))
     # One key: the library wrote several in random order, and equal objects must give equal bytes.
     return lay_out(json.dumps(about), written, order, ascii_names=False)
 

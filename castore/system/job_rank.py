@@ -1,4 +1,4 @@
-"""The place of this process among those of its job: told, or from the variables of torchrun and Slurm.
+"""The place of this process among those of its job: given, or from the variables of torchrun and Slurm.
 
 Serves as a hint alone: processes of a job that begin at different places get in each other's way less. So no
 variable is an error here, and a process that knows of no job is the only one of its own.
@@ -23,7 +23,7 @@ _JOBS = (
 )
 
 
-_told: ContextVar[tuple[int, int] | None] = ContextVar("castore-rank", default=None)
+_given_rank: ContextVar[tuple[int, int] | None] = ContextVar("castore-rank", default=None)
 
 
 def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
@@ -48,18 +48,18 @@ def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
 @contextmanager
 def as_rank(shard: tuple[int, int] | None) -> Iterator[None]:
     """Have `job_rank` give that in the block, in this thread; None leaves it as it is."""
-    token = _told.set(_told.get() if shard is None else shard)
+    token = _given_rank.set(_given_rank.get() if shard is None else shard)
     try:
         yield
     finally:
-        _told.reset(token)
+        _given_rank.reset(token)
 
 
 def job_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     """The rank of this process, from 0 up, and the number of ranks.
 
     Args:
-        environ: the variables; None for those of this process, unless `as_rank` tells otherwise.
+        environ: the variables; None for those of this process, unless `as_rank` has set another rank.
 
     >>> job_rank({})
     (0, 1)
@@ -72,9 +72,9 @@ def job_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     ...     "SLURM_ARRAY_TASK_COUNT": "4"})
     (2, 4)
     """
-    told = _told.get()
-    if environ is None and told is not None:
-        return told
+    given = _given_rank.get()
+    if environ is None and given is not None:
+        return given
     environ = os.environ if environ is None else environ
     for job in _JOBS:
         found = _read(job, environ)
@@ -89,7 +89,7 @@ def required_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     Unlike `job_rank` it takes no silence for a job of one rank.
 
     Raises:
-        InvalidValueError: no variables tell the rank, or they make no sense.
+        InvalidValueError: no variables give the rank, or they make no sense.
 
     >>> required_rank({"RANK": "0", "WORLD_SIZE": "1"})
     (0, 1)
@@ -98,20 +98,20 @@ def required_rank(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     castore.errors.InvalidValueError: RANK=3 and WORLD_SIZE=3 tell no rank of this process; ...
     """
     environ = os.environ if environ is None else environ
-    told = [job for job in _JOBS if job[0] in environ]
-    for job in told:
-        if (found := _read(job, environ)) is not None and (found[1] > 1 or job == told[-1]):
+    present = [job for job in _JOBS if job[0] in environ]
+    for job in present:
+        if (found := _read(job, environ)) is not None and (found[1] > 1 or job == present[-1]):
             return found
-    if told:
-        rank, size, *_ = told[0]
-        said = f"{rank}={environ[rank]} and {size}={environ.get(size, '')} tell no rank of this process"
+    if present:
+        rank, size, *_ = present[0]
+        problem = f"{rank}={environ[rank]} and {size}={environ.get(size, '')} tell no rank of this process"
     else:
-        said = "neither RANK and WORLD_SIZE nor variables of Slurm tell the rank of this process"
-    raise InvalidValueError(f"{said}; say which part is its own, as in 0/8")
+        problem = "neither RANK and WORLD_SIZE nor variables of Slurm tell the rank of this process"
+    raise InvalidValueError(f"{problem}; say which part is its own, as in 0/8")
 
 
 def _read(job: tuple[str, str, str, str], environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The rank and the number of ranks by the variables of one kind of job; None if they tell none."""
+    """The rank and the number of ranks by the variables of one kind of job; None if they give none."""
     rank, size, first, steps = job
     try:
         own, rest = divmod(int(environ[rank]) - int(environ.get(first, "0")), int(environ.get(steps, "1")))

@@ -5,7 +5,7 @@ an open file description lock: it ends with its process in any case, and leaves 
 locks only save work: if the file system grants a lock to several processes, several compute, and each entry
 is still whole.
 
-A Ctrl-C can come between any two steps. It may leave the note of a lock's holder behind, but never the lock:
+A Ctrl-C can come between any two steps. The note of a lock's holder may then stay behind, but never the lock:
 notes count only while their lock is taken.
 """
 

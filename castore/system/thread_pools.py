@@ -17,9 +17,9 @@ def lasting_pool(threads: int, name: str) -> ThreadPoolExecutor:
     """A pool that is never shut down, with one thread that runs already.
 
     A Ctrl-C that comes while a pool starts a thread may leave a thread that Python does not know as one of a
-    pool. At its end the interpreter tells the known threads to end, each of these tells the next one, and it
-    waits for all. So a pool without any known thread would keep the process from its end. Python interrupts
-    the main thread alone, so another thread starts the first one here.
+    pool. At its end the interpreter wakes the known threads, each of these threads wakes the next one and
+    ends, and the interpreter waits for all. So a pool without any known thread would keep the process from
+    its end. Python interrupts the main thread alone, so another thread starts the pool's first one here.
 
     Args:
         threads: the most threads that it has.

@@ -5,6 +5,6 @@ once; `arguments` has the checks of both. `writer` hashes, looks up, compresses,
 has bytes that are ready and not placed yet, `incoming` bytes that still arrive. `open_pack` appends to this
 process's pack. `prefixes` maps names to dictionaries.
 
-May import: index, objects, serialize, system, and the values at the top of castore.
+May import: index, objects, serialize, system, settings, and the values at the top of castore.
 Must never: read a blob for a user, decide what gc removes, or know the `Store`.
 """

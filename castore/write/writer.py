@@ -373,7 +373,7 @@ def open_source(path: str | os.PathLike[str]) -> int:
     return fd
 
 
-def full(need: int, max_size: int) -> FullError:
+def budget_error(need: int, max_size: int) -> FullError:
     """The error for a budget in which pinned entries leave too little room."""
     return FullError(
         f"no room for {format_size(need)} within {format_size(max_size)}: the rest is pinned;"

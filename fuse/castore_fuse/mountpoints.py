@@ -118,8 +118,8 @@ def detach(mountpoint: Path, *, lazy: bool = False, dead: bool = False) -> None:
         lazy: unmount even while files are open; they work as long as the daemon does.
         dead: the daemon is gone: `lazy`, and requests that still wait get an error (as root only).
 
-    A process that only looks at the mount uses it for a moment: without a process that can be seen to use it,
-    a mount that is busy is tried again for a second.
+    A process that only calls ``stat`` on the mount uses it for a moment: without a process that can be seen
+    to use it, a mount that is busy is tried again for a second.
 
     Raises:
         BusyError: processes use files in it; the message names them.

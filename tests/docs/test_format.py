@@ -284,7 +284,7 @@ def test_a_dictionary_is_what_the_page_says(disk: Store) -> None:
     assert raw == (folder / f"{name}.spare").read_bytes()
     _, number = parse(raw[: length(head)], head)
     drawn = int.from_bytes(blake3.blake3(raw[8:]).digest(length=8), "little")
-    assert "32,768 plus what BLAKE3" in PAGE
+    assert "32,768 plus the remainder" in PAGE
     assert number == int(name, 16) == 32_768 + drawn % 2_147_450_880
     assert 256 <= len(raw) <= 1 << 20
     ((pack, at, stored),) = query(disk, "SELECT pack, offset, stored FROM blobs")
@@ -384,7 +384,9 @@ def remote_columns(heading: str) -> list[str]:
 
 def remote_page(bucket: Path, digest: str) -> tuple[int, dict[str, Any]]:
     """The level and the columns of a page of a tree, taken apart as the page says."""
-    begin = bytes.fromhex(re.search(r"A page is the 16 bytes `([0-9a-f \n]+)`", PAGE)[1])  # type: ignore[index]
+    found = re.search(r"A page is the 16 bytes `([0-9a-f \n]+)`", PAGE)
+    assert found is not None
+    begin = bytes.fromhex(found[1])
     raw = (bucket / "trees" / digest).read_bytes()
     assert raw.startswith(begin)
     assert blake3.blake3(raw).hexdigest() == digest

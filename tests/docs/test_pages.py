@@ -111,20 +111,26 @@ def test_every_page_stands_in_an_index() -> None:
     assert {path.stem for path in (ROOT / "docs" / "benchmarks").glob("*.md")}.isdisjoint(unlinked)
 
 
+#: By the language of a block, the beginnings of the lines that are code. All others are output or a file.
+_PROMPTS = {"```console": ("$ ", "# "), "```python": (">>> ", "... "), "```sql": ("",)}
+
+
 @pytest.mark.parametrize("page", PROSE, ids=identify)
 def test_no_line_of_a_page_is_wider_than_110_columns(page: Path) -> None:
     """Held are prose and code. Rows of tables, addresses, files of others and output of programs cannot be
     broken.
     """
     fence = ""
+    code: tuple[str, ...] = ()
     wide = []
-    for line in page.read_text().splitlines():
+    lines = page.read_text().splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if line.startswith("```"):
             fence = "" if fence else line
-        held = not line.startswith(("|", "!["))
-        if fence:
-            prompts = {"```console": ("$ ", "# "), "```python": (">>> ", "... "), "```sql": ("",)}
-            held = line.startswith(prompts.get(fence, ()))
+            # Without a prompt in its first line, a block of Python is code from end to end.
+            is_source = fence == "```python" and not following.startswith(">>> ")
+            code = ("",) if is_source else _PROMPTS.get(fence, ())
+        held = line.startswith(code) if fence else not line.startswith(("|", "!["))
         if held and len(re.sub(r"https?://\S+", "", line)) > 110:
             wide.append(line)
     assert wide == []

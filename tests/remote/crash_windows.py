@@ -51,7 +51,7 @@ from castore.remote import (
 from castore.remote.collection_state import CONDEMNED, DELETING, IDLE, read_state
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.kept import PART_BYTES, Division
+from castore.remote.kept_bytes import PART_BYTES, Division
 from castore.remote.keys import object_key, page_key
 from castore.remote.messages import LOCK, SOCKET
 from castore.remote.page_cache import PageCache

@@ -561,7 +561,7 @@ def test_nodes_that_ask_at_once_compute_once(nodes: Nodes) -> None:
 
 def test_quick_computations_are_not_claimed(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_results, "WORTH_SECONDS", 60.0)
-    monkeypatch.setattr(shared_results, "WORTH_LOOKS", 1e9)
+    monkeypatch.setattr(shared_results, "WORTH_LOOKUPS", 1e9)
     with nodes.node("first") as first:
         first.get_or_compute("set/0", nodes.compute(0))
         claimed: list[Listed] = []

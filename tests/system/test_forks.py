@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def fork_beside(path: Path, kinds: list[str], forks: int) -> None:
     with Store(path, memory=0) as store:
         with going_on(*(lambda turn, kind=kind: READS[kind](store, turn) for kind in kinds)):
             for number in range(forks):
-                ends_well(forked(lambda number=number: can_do_everything(store, number)))  # type: ignore[misc]
+                ends_well(forked(partial(can_do_everything, store, number)))
         assert [store.get(f"child/{number}") for number in range(forks)] == [
             b"%d" % number for number in range(forks)
         ]

@@ -155,37 +155,37 @@ def trace(passed: Sequence[Passed], row: int) -> Blame:
 
 def _trace_step(step: Passed, rows: RowRange | None) -> BlameStep:
     planned = step.planned
-    told = BlameStep(
+    found = BlameStep(
         planned.step.name, planned.step.kind, planned.description.fingerprint, planned.key,
         rows, None, None, None, None, step.when,
     )  # fmt: skip
     if rows is None:
-        return told
+        return found
     span = _find_span(step, rows)
     if _keeps_numbers(step):
-        told = dataclasses.replace(told, rows_in=rows)
+        found = dataclasses.replace(found, rows_in=rows)
     if span is None:
         lost = "its input, or its result, is not kept any more"
-        note = lost if told.rows_in is not None else f"{lost}, so the row before it is not known"
-        return dataclasses.replace(told, note=note)
+        note = lost if found.rows_in is not None else f"{lost}, so the row before it is not known"
+        return dataclasses.replace(found, note=note)
     seconds = span.seconds or None
-    told = dataclasses.replace(told, seconds=seconds, rows_timed=span.rows_in, when=span.when)
+    found = dataclasses.replace(found, seconds=seconds, rows_timed=span.rows_in, when=span.when)
     block = span.first_in, span.first_in + span.rows_in - 1
-    if told.rows_in is None:
+    if found.rows_in is None:
         if rows[0] != rows[1] or rows[0] >= span.first_out + span.rows_out:
             last = _find_span(step, (rows[1], rows[1])) or span
             reach = block[0], last.first_in + last.rows_in - 1
-            return dataclasses.replace(told, rows_in=reach, note="the rows of the blocks that it may be in")
+            return dataclasses.replace(found, rows_in=reach, note="the rows of the blocks that it may be in")
         if planned.step.kind in ("map", "stats"):
-            told = _find_by_column(told, span, rows[0])
+            found = _find_by_column(found, span, rows[0])
         else:
-            told = _find_row(told, span, rows[0])
-    if told.rows_in is None or told.rows_in[0] != told.rows_in[1] or rows[0] != rows[1]:
-        return told
-    one = _row_at(span.read_in(), told.rows_in[0] - span.first_in)
+            found = _find_row(found, span, rows[0])
+    if found.rows_in is None or found.rows_in[0] != found.rows_in[1] or rows[0] != rows[1]:
+        return found
+    one = _row_at(span.read_in(), found.rows_in[0] - span.first_in)
     other = _row_at(span.read_out(), rows[0] - span.first_out)
     changed = [name for name in {**one, **other} if repr(one.get(name, span)) != repr(other.get(name, span))]
-    return dataclasses.replace(told, changed=changed)
+    return dataclasses.replace(found, changed=changed)
 
 
 def _keeps_numbers(step: Passed) -> bool:
@@ -196,25 +196,25 @@ def _keeps_numbers(step: Passed) -> bool:
     return record.get("rows_in") == record.get("rows_out")
 
 
-def _find_row(told: BlameStep, span: _Span, row: int) -> BlameStep:
+def _find_row(found: BlameStep, span: _Span, row: int) -> BlameStep:
     """The step with the row before it, for a step that hands rows on as they are."""
     wanted = _row_at(span.read_out(), row - span.first_out)
     before, behind = (list(_places(read(), wanted)) for read in (span.read_in, span.read_out))
     numbers = [span.first_in + place for place in before]
     if not numbers:
         note = "no row before the step is like it, so the operator has made it from others"
-        return dataclasses.replace(told, note=note)
+        return dataclasses.replace(found, note=note)
     # Equal rows stay in their order, but where a selector chooses it.
-    if len(before) == len(behind) == 1 or (len(before) == len(behind) and told.kind != "select"):
+    if len(before) == len(behind) == 1 or (len(before) == len(behind) and found.kind != "select"):
         number = numbers[behind.index(row - span.first_out)]
-        return dataclasses.replace(told, rows_in=(number, number))
+        return dataclasses.replace(found, rows_in=(number, number))
     note = f"one of {len(numbers):,} equal rows: {', '.join(map(str, numbers[:5]))}"
     note += ", ..." if len(numbers) > 5 else ""
-    return dataclasses.replace(told, rows_in=(numbers[0], numbers[-1]), note=note)
+    return dataclasses.replace(found, rows_in=(numbers[0], numbers[-1]), note=note)
 
 
-def _find_by_column(told: BlameStep, span: _Span, row: int) -> BlameStep:
-    """The step with the row before it, for a batched mapper: told by a column whose values are all different.
+def _find_by_column(found: BlameStep, span: _Span, row: int) -> BlameStep:
+    """The step with the row before it, for a batched mapper: found by a column of values that all differ.
 
     Where all values of such a column were there before the step, the mapper hands that column on.
     """
@@ -230,11 +230,11 @@ def _find_by_column(told: BlameStep, span: _Span, row: int) -> BlameStep:
             continue
         if pc.all(pc.is_in(new, value_set=old)).as_py():
             number = span.first_in + int(pc.index(old, new[row - span.first_out]).as_py())
-            return dataclasses.replace(told, rows_in=(number, number), note=f"told by the column {name!r}")
+            return dataclasses.replace(found, rows_in=(number, number), note=f"told by the column {name!r}")
     note = "a batched operator: any rows of the block may have made it"
     if span.rows_in == span.rows_out:
         note += f"; row {span.first_in + row - span.first_out:,}, if it keeps rows in their places"
-    return dataclasses.replace(told, rows_in=(span.first_in, span.first_in + span.rows_in - 1), note=note)
+    return dataclasses.replace(found, rows_in=(span.first_in, span.first_in + span.rows_in - 1), note=note)
 
 
 def _all_differ(column: pa.ChunkedArray) -> bool:

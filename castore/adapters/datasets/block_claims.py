@@ -55,7 +55,7 @@ class BlockClaims:
     def __init__(self, store: Store, *, fresh: bool) -> None:
         self._store = store
         self._fresh = fresh
-        # Keys of blocks that were looked for a moment ago, and that no other node shares.
+        # Keys of blocks that a moment ago no other node shared.
         self._not_shared: set[str] = set()
 
     @property
@@ -98,9 +98,9 @@ class BlockClaims:
             if found is None:
                 claim.turn = self._store.share(name_of_result(digits), ttl=math.inf)
             if claim.turn is not None:
-                has_looked = digits in self._not_shared
+                is_known_missing = digits in self._not_shared
                 self._not_shared.discard(digits)
-                begun = claim.turn.begin(has_looked=has_looked)
+                begun = claim.turn.begin(has_looked=is_known_missing)
             if begun == "found" and claim.turn is not None:
                 found = find_result(self._store, digits)
                 claim.turn.decline()  # evicted at once, it is no worse for other nodes

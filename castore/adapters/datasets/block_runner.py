@@ -69,7 +69,7 @@ _VERSION = 1
 # result.
 _SHOWS_SIZE = 1 / 20
 
-# Blocks whose results are looked for ahead, if nodes share them.
+# Blocks whose results are fetched ahead, if nodes share them.
 _BLOCKS_AHEAD = 4
 #: Rows whose features are taken for those of the result, while another run makes the first block.
 GUESS_ROWS = 16
@@ -242,7 +242,7 @@ class BlockRun:
                         first += len(block.read())
 
         ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
-        with contextlib.closing(self._look_ahead(ours(iter(ahead)), keys)) as blocks:
+        with contextlib.closing(self._fetch_ahead(ours(iter(ahead)), keys)) as blocks:
             for block in blocks:
                 item, rows = self._take(block, numbers.popleft(), first, keys, maker)
                 done.append(item)
@@ -250,7 +250,7 @@ class BlockRun:
                 ahead.wants_rows = ranks == 1 and not isinstance(item, BlockResult)
         return done
 
-    def _look_ahead(
+    def _fetch_ahead(
         self, blocks: Generator[SourceBlock, None, None], keys: _Keys
     ) -> Generator[SourceBlock, None, None]:
         """The blocks. Results that other nodes share are fetched some blocks ahead, side by side."""
@@ -261,12 +261,12 @@ class BlockRun:
         with contextlib.closing(blocks), ThreadPoolExecutor(_BLOCKS_AHEAD, "castore-shared") as pool:
             for block in blocks:
                 # The keys of later blocks need the features of the first.
-                looks = pool.submit(self._claims.fetch, keys.of(block, 0)) if keys.are_final else None
-                waiting.append((block, looks))
-                if looks is None or len(waiting) > _BLOCKS_AHEAD:
-                    yield _looked(*waiting.popleft())
+                fetching = pool.submit(self._claims.fetch, keys.of(block, 0)) if keys.are_final else None
+                waiting.append((block, fetching))
+                if fetching is None or len(waiting) > _BLOCKS_AHEAD:
+                    yield _when_fetched(*waiting.popleft())
             while waiting:
-                yield _looked(*waiting.popleft())
+                yield _when_fetched(*waiting.popleft())
 
     def _take(
         self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: _Maker
@@ -346,15 +346,15 @@ class BlockRun:
             fingerprint: the fingerprint of the result.
         """
         dataset = self._step.dataset
-        told = own_copy(dataset)
-        told._info.features = self.features_of(results)
-        told._fingerprint = fingerprint
-        told._format_columns = shown_columns(dataset, told._info.features)
+        template = own_copy(dataset)
+        template._info.features = self.features_of(results)
+        template._fingerprint = fingerprint
+        template._format_columns = shown_columns(dataset, template._info.features)
         rows = sum(result.rows for result in results)
         names_files = any(result.names_files for result in results)
         return DatasetPart(
             lambda: [KeptFile(result.digest) for result in _with_rows(results)],
-            lambda digests: describe_dataset(told, len(digests), rows, names_files=names_files),
+            lambda digests: describe_dataset(template, len(digests), rows, names_files=names_files),
         )
 
     def features_of(self, results: Sequence[BlockResult]) -> datasets.Features:
@@ -363,9 +363,9 @@ class BlockRun:
         return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
 
 
-def _looked(block: SourceBlock, looks: Future[None] | None) -> SourceBlock:
-    if looks is not None:
-        looks.result()
+def _when_fetched(block: SourceBlock, fetching: Future[None] | None) -> SourceBlock:
+    if fetching is not None:
+        fetching.result()
     return block
 
 
@@ -418,7 +418,7 @@ class _Progress:
     """The rows that are done, for a bar and a callback. Each block counts once, however often it is seen."""
 
     def __init__(self, step: BlockStep, bar: Any) -> None:
-        self._tell, self._bar = step.tell, bar
+        self._on_rows, self._bar = step.on_rows, bar
         self._seen: set[int] = set()
         self._reused = 0
         self._guard = threading.Lock()
@@ -434,8 +434,8 @@ class _Progress:
                 self._reused += rows
                 self._bar.set_postfix_str(f"{self._reused:,} reused", refresh=False)
             self._bar.update(rows)
-            if self._tell is not None:
-                self._tell(rows)
+            if self._on_rows is not None:
+                self._on_rows(rows)
 
 
 def _read(block: SourceBlock, claim: Claim | None) -> pa.Table:

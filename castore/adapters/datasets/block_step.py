@@ -71,7 +71,7 @@ class BlockStep(NamedTuple):
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
         num_proc: processes that share the blocks; 1 for this one.
-        tell: a callback that receives the number of rows done.
+        on_rows: a callback that receives the number of rows done.
         title: the title of the progress bar.
     """
 
@@ -83,7 +83,7 @@ class BlockStep(NamedTuple):
     has_features: bool = False
     keeps_count: bool = False
     num_proc: int = 1
-    tell: Callable[[int], object] | None = None
+    on_rows: Callable[[int], object] | None = None
     title: str = "Map"
 
 

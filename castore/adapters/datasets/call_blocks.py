@@ -1,12 +1,17 @@
 """Blocks of calls: the results of a function over a stream, kept as the rows pass and found the next time.
 
-A stream has no first row that all passes share, and nobody knows its next row before it is read. So a block
-is a run of calls of the function, one after the other, and counts by the first call alone: its entry
-`CALLS_FOLDER`/<key> holds the digest of each call's arguments, and what the call returned. A pass looks a
-block up when its first row arrives, and then compares row by row. A row that is not the next one ends the
-block there, and is looked up as the first row of another. So no row waits for the rows behind it, and a block
-may end anywhere: after a row with a certain digest, which is the same row in every pass; where a shard ends;
-where the pass was broken off; and where the function has worked for some seconds, which a kill would lose.
+A stream has no first row that all passes share, and its next row is not known before that row is read. So a
+block is a run of consecutive calls of the function, and the first call alone gives the block's key. The entry
+`CALLS_FOLDER`/<key> holds the digest of each call's arguments, and the value that the call returned. A pass
+looks a block up when the block's first row arrives, and then compares row by row. No row waits for the rows
+behind it.
+
+A block ends:
+
+- before a row that differs from the kept block's next row; another block may begin with that row;
+- after a row with a certain digest, which is the same row in every pass;
+- with a shard, and with a pass that is broken off;
+- after some seconds of the function's work, which a kill would lose.
 
 Must never give the result of a call whose arguments differ, nor keep one that would not come back exactly.
 """
@@ -83,7 +88,7 @@ class KeptCalls:
 
     def __init__(self, store: Store, title: str, key: str, options: StorageOptions) -> None:
         self.title = title
-        #: Whether a function that is said to be row-wise has been tried in this process.
+        #: Whether a function that is declared row-wise has been tried in this process.
         self.is_tried = False
         self._store = store
         self._key = bytes.fromhex(key)
@@ -194,7 +199,7 @@ class Pass:
     Args:
         kept: the kept calls.
         function: the function.
-        shard: returns what tells the present shard of the stream from the others: blocks end with it, so
+        shard: returns what distinguishes the present shard of the stream from others: blocks end with it, so
             that they are found when shards come in another order.
     """
 
@@ -214,7 +219,7 @@ class Pass:
 
     def call(self, *arguments: Any, **keywords: Any) -> Any:
         """The function's result for these arguments: from a block, or by a call."""
-        call = self._tell(arguments)
+        call = self._identify(arguments)
         if call is None:
             return self._function(*arguments, **keywords)
         if (found := self._find(call)) is not None:
@@ -229,7 +234,7 @@ class Pass:
 
     async def call_async(self, *arguments: Any, **keywords: Any) -> Any:
         """As `call`, for a coroutine function, of which many calls wait at the same time."""
-        call = self._tell(arguments)
+        call = self._identify(arguments)
         if call is None:
             return await self._function(*arguments, **keywords)
         if (found := self._find(call)) is not None:
@@ -245,7 +250,7 @@ class Pass:
     def call_rows(self, *arguments: Any, **keywords: Any) -> Any:
         """As `call`, for a batch of a function that treats each row alone: each row counts as a call."""
         rows = rows_of(arguments)
-        calls = [self._tell(row) for row in rows or ()]
+        calls = [self._identify(row) for row in rows or ()]
         known = [call for call in calls if call is not None]
         if not known or len(known) < len(calls):
             return self.call(*arguments, **keywords)
@@ -313,7 +318,7 @@ class Pass:
 
     # Finding
 
-    def _tell(self, arguments: Sequence[Any]) -> _Call | None:
+    def _identify(self, arguments: Sequence[Any]) -> _Call | None:
         """The identity of a call; None, with a warning, if its arguments have no exact bytes."""
         try:
             packed = pack_arguments(arguments)
@@ -405,7 +410,7 @@ class Pass:
         for part in block.parts():
             # A store that is full stays so until the next pass: other results would give way to these.
             self._has_room = self._has_room and self._kept.keep(part)
-        block.slots.clear()  # they refer to the block: the results would stay until Python looks for cycles
+        block.slots.clear()  # they refer to the block: the results would stay until Python collects cycles
 
     def _warn_inexact(self, why: str) -> None:
         self._kept.warn("exact", f"results of {self._kept.title!r} are not kept, and it runs again: {why}")

@@ -59,8 +59,8 @@ def pack_arguments(arguments: Sequence[Any]) -> Packed:
         if table is None:
             values.append(value)
             continue
-        told = {key.decode(errors="replace"): text for key, text in (table.schema.metadata or {}).items()}
-        tables.append([place, type(value).__name__, table_digest(table), told])
+        metadata = {key.decode(errors="replace"): text for key, text in (table.schema.metadata or {}).items()}
+        tables.append([place, type(value).__name__, table_digest(table), metadata])
         values.append(None)
         size += table.nbytes
     data = _dump(values, tables)
@@ -109,7 +109,7 @@ def load_result(record: bytes) -> tuple[bool, Any]:
 
 
 class Before(NamedTuple):
-    """Arguments as they were before a call: whether the call changes values inside them can be told later.
+    """Arguments as they were before a call: whether the call changes values inside them can be found later.
 
     Attributes:
         packed: their bytes.

@@ -60,15 +60,15 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
     files = _files_named(dataset)
     if ours and not (shown or files) and _is_described_by_its_rows(dataset):
         return str(dataset._fingerprint)
-    told = {
+    identity = {
         "rows": dataset._fingerprint if ours else _rows(dataset, store),
         "features": str(dataset.features),
         "split": None if dataset.split is None else str(dataset.split),
         "format": shown,
     }
     if files:
-        told["files"] = files
-    return fingerprint(told, "dataset")
+        identity["files"] = files
+    return fingerprint(identity, "dataset")
 
 
 def _files_named(dataset: datasets.Dataset) -> list[Any]:

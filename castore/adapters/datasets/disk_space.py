@@ -1,8 +1,8 @@
 """Estimates the disk space of a run beforehand: by Data-Juicer's formula, and by measured sizes.
 
 The formula counts full copies: ``(1 + M + F + [F > 0] + D) x S`` for an input of S bytes with M mappers, F
-filters and D deduplicators, since each step leaves a copy and the first filter's statistics another. A
-checkpoint needs 3 x S whatever the steps, for it is a second name of the file that a step reads
+filters and D deduplicators. Each step leaves a copy, and the first filter's statistics leave another. A
+checkpoint needs 3 x S whatever the steps, since a checkpoint is a second name of the file that a step reads
 (`hardlinks`). A cached run really takes less: a step that runs block by block leaves few blocks uncompressed
 at a time, and any other step is compressed once the next one has its input. Knows sizes and disks; runs
 nothing.

@@ -39,7 +39,7 @@ class FileChanges:
     moved: list[str]
 
     def __str__(self) -> str:
-        told = (
+        kinds = (
             (self.new, "is new", "are new"),
             (self.changed, "has changed", "have changed"),
             (self.gone, "is gone", "are gone"),
@@ -48,7 +48,7 @@ class FileChanges:
         parts = [
             f"{len(paths):,} {'file' if len(paths) == 1 else 'files'} {one if len(paths) == 1 else many} "
             f"({_shorten(paths)})"
-            for paths, one, many in told
+            for paths, one, many in kinds
             if paths
         ]
         return ", ".join(parts) or "the files are in another order, or are read in another way"

@@ -1,10 +1,10 @@
 """Keeps a dataset as hard links to its own Arrow files, with its selection beside them; copies no byte.
 
 For datasets kept a short while: the files become raw objects of the store by hard links, so they take space
-once. A dataset that consists of whole files has the layout of `save_to_disk`. A dataset that is a part of its
-files (rows that a filter left, columns without hashes) has ``_parts`` in its state in the place of
-``_data_files``: programs that do not support parts must fail to open it, rather than show rows that are not
-in it.
+once. A dataset that consists of whole files has the layout of `save_to_disk`. A dataset may also be a part of
+its files: rows that a filter left, columns without hashes. The state of such a dataset has ``_parts`` in the
+place of ``_data_files``, since a program that does not support parts must fail to open the dataset, rather
+than show rows that are not in it.
 
 Must never link a user's file, since the user may write to it: only files that `scratch` named, and objects.
 """

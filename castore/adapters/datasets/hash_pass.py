@@ -1,6 +1,6 @@
 """The hashes of a deduplicator, block by block: those of blocks that were hashed before come from the store.
 
-A deduplicator needs all rows to tell which of them stay, but hashes each row alone, and hashing is what takes
+A deduplicator needs all rows to decide which of them stay, but hashes each row alone. Hashing takes most of
 the time. A block's result has only the columns that `compute_hash` adds.
 
 Must never be used for a `compute_hash` that changes columns it is given: `NotInBlocksError` has the reason.
@@ -50,7 +50,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         step: the deduplicator.
         dataset: its input.
         operator: the fingerprint of the deduplicator, as `compute_hash` sees it.
-        options: ``num_proc``, ``tell`` and ``title`` of the `BlockStep`.
+        options: ``num_proc``, ``on_rows`` and ``title`` of the `BlockStep`.
     """
 
     def run(call: BlockCall) -> datasets.Dataset:

@@ -83,7 +83,7 @@ def cached_map(
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
-        InvalidValueError: `map` has no such argument, or a function that is said to be row-wise is not; of an
+        InvalidValueError: `map` has no such argument, or a function that is declared row-wise is not; of an
             iterable dataset, the latter is raised by the iteration.
 
     Warns:
@@ -132,7 +132,7 @@ def _run_cached(
     name = "identity" if function is None else operator_name(function)
     description = describe(function, name, fingerprint)
     if description.doubts is not None:
-        description.doubts.tell(store, name, RANDOM_ADVICE)
+        description.doubts.compare(store, name, RANDOM_ADVICE)
     options = dataset_entries.StorageOptions(*check_codec(codec, None), store.settings.ttl)
     if isinstance(dataset, datasets.IterableDataset):
         stream = getattr(dataset, kind)(function, **given)
@@ -269,12 +269,12 @@ def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str,
         ).with_format(None)[:]
         for size in (len(rows), 1)
     )  # fmt: skip
-    told = ", ".join(str(call.first + place) for place in places)
+    numbers = ", ".join(str(call.first + place) for place in places)
     for column in {**together, **alone}:
         check_alike(
             operator_name(function),
             column,
-            f"rows {told}",
+            f"rows {numbers}",
             together.get(column),
             alone.get(column),
         )

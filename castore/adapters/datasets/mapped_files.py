@@ -5,8 +5,8 @@ of Arrow streams ignore. A copy is an entry like any other under `COPIES_FOLDER`
 mapped bytes live until they are unmapped. Every object is checked before it is mapped: see
 `castore.adapters.mapped_check`.
 
-Callers get paths through a symbolic link in a folder of datasets' own cache: a plain `map` on a dataset
-writes its cache file beside the dataset's file, a place that must not be the object directory and cannot be a
+Callers get paths through a symbolic link in a folder of datasets' own cache. A plain `map` on a dataset
+writes its cache file beside the dataset's file. That place must not be the object directory, and cannot be a
 read-only mount.
 """
 

@@ -133,7 +133,7 @@ class Pipeline:
             dataset: the input, which is not changed.
             shard: ``(i, n)`` begins with the i-th of n parts of each step's blocks, counted from 0, where n
                 nodes run at once over one remote. The result is whole on each of them: a part that no other
-                node has run is run here in the end. Default: the rank that torchrun or Slurm tells, if any.
+                node has run is run here in the end. Default: the rank that torchrun or Slurm gives, if any.
             progress: a callback that receives the run's `Progress`.
 
         Raises:
@@ -188,20 +188,22 @@ class Pipeline:
         return [make_explanation(step, [] if step.number < done else [reason]) for step in planned]
 
     def _count_rows(
-        self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], told: list[Explanation]
+        self, dataset: datasets.Dataset, planned: Sequence[PlannedStep], explanations: list[Explanation]
     ) -> list[Explanation]:
         """The explanations, the misses with what a run would find kept, as far as that is known."""
-        number = next((number for number, explanation in enumerate(told) if not explanation.hit), None)
+        number = next(
+            (number for number, explanation in enumerate(explanations) if not explanation.hit), None
+        )
         if number is None:
-            return told
+            return explanations
         pieces: Sequence[Piece] | None = None
         if number:
             before = step_runner.load_step(self.store, planned[number - 1].name)
             if before is None:
-                return told
+                return explanations
             dataset = before.dataset
         elif dataset.info.features is None:
-            return told  # an input that was never read
+            return explanations  # an input that was never read
         elif isinstance(dataset, LazyDataset) and dataset.pieces is not None:
             pieces = dataset.pieces
             dataset = stand_in(dataset.info.features, pieces)
@@ -213,18 +215,18 @@ class Pipeline:
             found = forecast(BlockRun(self.store, blocks, StorageOptions(self.codec)), blocks, pieces)
             if found is None:
                 break
-            told[step.number] = dataclasses.replace(
-                told[step.number],
+            explanations[step.number] = dataclasses.replace(
+                explanations[step.number],
                 rows_in=found.rows_in,
                 rows_reused=found.rows_kept,
                 blocks_in=found.blocks,
                 blocks_reused=found.kept,
             )
             if format_digest(dataset) or step.step.kind == "deduplicate":
-                break  # the formats of results are not foretold
+                break  # the formats of results are not known beforehand
             pieces = found.pieces
             dataset = stand_in(found.features, pieces)
-        return told
+        return explanations
 
     def blame(self, dataset: datasets.Dataset, row: int) -> Blame:
         """Where a row of the result comes from: the row of the input, and what each step did to it.
@@ -348,7 +350,7 @@ def _warn_of_doubts(store: Store, planned: Sequence[PlannedStep]) -> None:
     """Warn of the values that keep a step from ever being found again."""
     for step in planned:
         if step.description.doubts is not None:
-            step.description.doubts.tell(store, step.step.name, RANDOM_ADVICE)
+            step.description.doubts.compare(store, step.step.name, RANDOM_ADVICE)
 
 
 def _source_fingerprint(planned: Sequence[PlannedStep]) -> str:
@@ -448,7 +450,7 @@ class _Run:
             dataset,
             description.fingerprint,
             num_proc=self._pipeline.num_proc or 1,
-            tell=self._meter.make_counter(planned.number, len(dataset)),
+            on_rows=self._meter.make_counter(planned.number, len(dataset)),
             title=step.name,
         )
 
@@ -457,7 +459,7 @@ class _Run:
         step, dataset = planned.step, self._dataset
         if step.kind not in BLOCK_KINDS or not can_cut(dataset, small=self._store.is_shared):
             return None
-        tell = self._meter.make_counter(planned.number, len(dataset))
+        on_rows = self._meter.make_counter(planned.number, len(dataset))
 
         def run(call: BlockCall) -> datasets.Dataset:
             # The rows are counted block by block: an operator may run in another process.
@@ -474,7 +476,7 @@ class _Run:
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
             num_proc=self._pipeline.num_proc or 1,
-            tell=tell,
+            on_rows=on_rows,
             title=step.name,
         )
 
@@ -519,8 +521,8 @@ class _Run:
             seconds = time.perf_counter() - began
             outcomes.append((step, outcome))
             self._drop_unused([earlier.dataset for _, earlier in outcomes if not earlier.size.done()])
-            told = outcome.rows_reused, outcome.seconds_saved
-            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, *told))
+            saved = outcome.rows_reused, outcome.seconds_saved
+            reports.append(_report(step, outcome.hit, rows, len(self._dataset), seconds, None, *saved))
             self._meter.end(step.number, reports[-1])
         # The size is known once the result is stored.
         for step, outcome in outcomes:
@@ -550,8 +552,8 @@ class _Run:
             record = self._record(step) or history.get(step.key, {})
             size = dataset_entries.size_of(self._store, step.name)
             rows = record.get("rows_in"), record.get("rows_out")
-            told = rows[0] or 0, step_runner.work_seconds(record)
-            reports.append(_report(step, True, *rows, 0.0, size, *told))
+            saved = rows[0] or 0, step_runner.work_seconds(record)
+            reports.append(_report(step, True, *rows, 0.0, size, *saved))
             self._meter.end(step.number, reports[-1])
         return reports
 
@@ -642,5 +644,5 @@ def _report(
     logical, stored = size or (0, 0)
     key = step.key if size is not None else ""
     name, kind = step.step.name, step.step.kind
-    told = rows_reused, seconds_saved
-    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, *told)
+    saved = rows_reused, seconds_saved
+    return StepReport(name, kind, hit, rows_in, rows_out, seconds, logical, stored, key, *saved)

@@ -89,8 +89,8 @@ class RamPipeline(Pipeline):
             fingerprint = step_key(fingerprint, one.steps[0].name, "operator", codes[0], codes)
             found = self._results.find(fingerprint)
             if found is None:
-                told = self._offset_progress(progress, len(reports))
-                found = one.run(dataset, shard=shard, progress=told)
+                offset_progress = self._offset_progress(progress, len(reports))
+                found = one.run(dataset, shard=shard, progress=offset_progress)
                 self._results.keep(fingerprint, found)
             else:
                 found = _mark_as_hits(found)

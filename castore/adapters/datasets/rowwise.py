@@ -1,4 +1,4 @@
-"""Functions that are said to treat each row of a batch alone: what shows that one does not."""
+"""Checks of functions that are declared to treat each row of a batch alone."""
 
 from __future__ import annotations
 

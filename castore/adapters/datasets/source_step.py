@@ -50,7 +50,7 @@ def open_input(
         lazy: call ``read`` at first use too, for a run that may never use the rows.
         find_units: finds the units of the data, for a dataset that is kept; where it has some, ``read`` is
             not called.
-        note_units: receives the units, where they had to be looked at.
+        note_units: receives the units, where they had to be determined.
 
     Raises:
         FullError, OSError: the disk is full, or the files cannot be written.
@@ -110,8 +110,8 @@ def with_files(explanations: list[Explanation], changes: FileChanges) -> list[Ex
     """The explanations, with how the files of the input have changed, where the first step reports that."""
     if not explanations or INPUT_CHANGED not in explanations[0].changes:
         return explanations
-    told = [str(changes) if change == INPUT_CHANGED else change for change in explanations[0].changes]
-    return [dataclasses.replace(explanations[0], changes=told, files=changes), *explanations[1:]]
+    described = [str(changes) if change == INPUT_CHANGED else change for change in explanations[0].changes]
+    return [dataclasses.replace(explanations[0], changes=described, files=changes), *explanations[1:]]
 
 
 def find_kept_input(store: Store, key: str, load: Callable[[], datasets.Dataset]) -> datasets.Dataset | None:

@@ -131,8 +131,8 @@ def run_by_units(
         note_units: receives the units, before the step is kept.
 
     Returns:
-        None if the input has to be read as a whole: a file cannot be read by itself, or there is no room, of
-        which a `CacheWarning` tells.
+        None if the input has to be read as a whole: a file cannot be read by itself, or there is no room,
+        which a `CacheWarning` reports.
     """
     why = f"gc has taken parts of it {_ATTEMPTS} times"
     with store_locks(store).hold(name):
@@ -148,9 +148,9 @@ def run_by_units(
                 if not rows:
                     return None
                 note_units(kept)
-                told = {"rows_in": 0, "rows_out": rows, "seconds": round(time.perf_counter() - began, 6)}
+                measured = {"rows_in": 0, "rows_out": rows, "seconds": round(time.perf_counter() - began, 6)}
                 part = _part(found, kept, fingerprint_of_key(name.rpartition("_")[2]))
-                dataset_entries.put_parts(store, name, {"": part}, options, {**record, **told})
+                dataset_entries.put_parts(store, name, {"": part}, options, {**record, **measured})
             except FeaturesChangedError:
                 continue  # the features of all files are noted now: the next attempt knows them
             except NotFoundError:
@@ -177,12 +177,12 @@ def _part(found: Units, kept: Sequence[KeptUnit], fingerprint: str) -> DatasetPa
     """The input, for the store that has its blocks."""
     empty = InMemoryTable(pa.Table.from_batches([], found.features.arrow_schema))
     info = datasets.DatasetInfo(features=found.features)
-    told = datasets.Dataset(empty, info=info, split=found.split, fingerprint=fingerprint)
+    template = datasets.Dataset(empty, info=info, split=found.split, fingerprint=fingerprint)
     blocks = [block for unit in kept for block in unit.blocks]
     rows = sum(count for _, count in blocks)
     return DatasetPart(
         lambda: [KeptFile(digest) for digest, _ in blocks],
-        lambda digests: describe_dataset(told, len(digests), rows),
+        lambda digests: describe_dataset(template, len(digests), rows),
     )
 
 
@@ -226,10 +226,10 @@ def find_unit(store: Store, key: str) -> KeptUnit | None:
     text = store.get(f"{UNITS_FOLDER}/{key}")
     if text is None:
         return None
-    told = json.loads(text)
-    if told is None:
+    record = json.loads(text)
+    if record is None:
         raise DependentFileError
-    names = [f"{BLOCKS_FOLDER}/{digest}" for digest, _ in told["blocks"]]
+    names = [f"{BLOCKS_FOLDER}/{digest}" for digest, _ in record["blocks"]]
     found = store.find_many(names)
     stored = 0
     for block in names:
@@ -237,8 +237,8 @@ def find_unit(store: Store, key: str) -> KeptUnit | None:
             return None
         stored += found[block].blob.stored
         store.count_use(block)
-    blocks = [(digest, rows) for digest, rows in told["blocks"]]
-    return KeptUnit(blocks, told["rows"], stored, told["seconds"], None)
+    blocks = [(digest, rows) for digest, rows in record["blocks"]]
+    return KeptUnit(blocks, record["rows"], stored, record["seconds"], None)
 
 
 def pieces_of(store: Store, found: Units) -> list[Piece]:
@@ -280,8 +280,8 @@ def _read_unit(
         blocks.extend(_put_blocks(batch, _counted(unit.read(), rows), features, work))
         new[:] = _missing(store, [f"{BLOCKS_FOLDER}/{digest}" for digest, _ in blocks])
         seconds = round(time.perf_counter() - began, 6)
-        told = {"blocks": blocks, "rows": rows, "seconds": seconds}
-        batch.put(f"{UNITS_FOLDER}/{unit.key}", json.dumps(told).encode(), codec="zstd")
+        record = {"blocks": blocks, "rows": rows, "seconds": seconds}
+        batch.put(f"{UNITS_FOLDER}/{unit.key}", json.dumps(record).encode(), codec="zstd")
 
     try:
         entries = batch.run(put)

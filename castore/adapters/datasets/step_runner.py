@@ -237,14 +237,14 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
             continue
         rows = sum(result.rows for result in results)
         reused = sum(result.rows_in for result in results if result.reused)
-        told: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
-        told["seconds"] = round(time.perf_counter() - began, 6)
-        told["work_seconds"] = round(sum(result.seconds for result in results), 6)
+        measured: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
+        measured["seconds"] = round(time.perf_counter() - began, 6)
+        measured["work_seconds"] = round(sum(result.seconds for result in results), 6)
         saved = sum(result.seconds for result in results if result.reused)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             with store_locks(store).hold(name):
-                dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **told})
+                dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **measured})
         except NotFoundError:
             continue  # gc took a block meanwhile
         except (FullError, TooLargeError) as error:

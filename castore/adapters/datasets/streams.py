@@ -42,7 +42,7 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
     """A map or a filter of plain `datasets` with its function's kept calls.
 
     Args:
-        ex_iterable: the map or filter. `datasets` looks for the iterable behind another by this name.
+        ex_iterable: the map or filter. `datasets` finds the iterable behind another by this name.
         kept, rowwise: as for `keep_calls`.
     """
 

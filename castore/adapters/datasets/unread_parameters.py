@@ -22,7 +22,7 @@ _OWN_WAYS = (
     "__getnewargs_ex__", "__new__", "__slots__", "__castore_key__", "__deepcopy__", "__copy__",
 )  # fmt: skip
 # With these a function sees its own variables, or its caller's, without naming them.
-_LOOKING = {
+_READS_VARIABLES = {
     "locals",
     "vars",
     "eval",
@@ -116,7 +116,7 @@ def _functions(operator: Any, name: str) -> Iterator[types.FunctionType]:
 def _names_read(function: types.FunctionType) -> set[str]:
     """The attributes of its first argument that a function reads."""
     code = function.__code__
-    if not code.co_argcount or set(code.co_names) & _LOOKING or hasattr(function, "__wrapped__"):
+    if not code.co_argcount or set(code.co_names) & _READS_VARIABLES or hasattr(function, "__wrapped__"):
         raise _Unclear
     itself, names = code.co_varnames[0], set()
     if itself in code.co_cellvars:

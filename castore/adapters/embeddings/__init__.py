@@ -2,7 +2,8 @@
 
 The options are those of Quaterion's cache, without its limitations.
 
-May import: torch, the store and all below it, and the public names of `castore.adapters.torch`.
+May import: torch, the store and all below it, `mapped_check`, and names that the `__init__.py` of
+`castore.adapters.torch` has. Two of those names are not public: `ADVICE` and `key_and_doubts`.
 Must never: give a row that another encoder computed, or train an encoder.
 """
 

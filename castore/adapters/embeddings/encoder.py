@@ -106,7 +106,7 @@ class CachedEncoder(nn.Module):
             )
         return self._memo
 
-    def look_again(self) -> None:
+    def refresh_digest(self) -> None:
         """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
         check_frozen(self.encoder, self.name)
         digest = encoder_digest(self.encoder, self.name, self.config.fingerprints.get(self.name))
@@ -163,9 +163,9 @@ class CachedEncoder(nn.Module):
         )
 
     def _refresh_if_changed(self, *, thorough: bool = False) -> None:
-        """If the encoder looks changed, compute its digest again."""
+        """If the encoder seems to have changed, compute its digest again."""
         if self._detector.may_have_changed(thorough=thorough):
-            self.look_again()
+            self.refresh_digest()
 
     def _look_up(self, keys: Keys) -> Any:
         self._refresh_if_changed()
@@ -301,7 +301,7 @@ def _prefix_weight_names(module: nn.Module, state: dict[str, Any], prefix: str, 
 
 
 def _refresh_digest(module: CachedEncoder, keys: Any) -> None:
-    module.look_again()
+    module.refresh_digest()
 
 
 def _learn_layout(batch: tuple[Any, ...]) -> tuple[int, Any]:

@@ -331,7 +331,7 @@ def _join_ragged(items: list[torch.Tensor], name: str) -> LeafRows:
 
 
 def _join_text(items: list[Any]) -> LeafRows:
-    encode: Callable[[Any], bytes] = lambda item: (  # noqa: E731 - one of two ways, said once
+    encode: Callable[[Any], bytes] = lambda item: (  # noqa: E731 - one of two ways, written once
         item if isinstance(item, bytes) else item.encode("utf-8", "surrogatepass")
     )
     encoded = [encode(item) for item in items]

@@ -109,7 +109,7 @@ class ChangeDetector:
         self._write_states = [*map(_write_state, self._weights)]
 
     def may_have_changed(self, *, thorough: bool = False) -> bool:
-        """Whether the encoder looks different from the noted state.
+        """Whether the encoder seems to differ from the noted state.
 
         Args:
             thorough: also notice other weights in the place of these, and take an encoder without weights as

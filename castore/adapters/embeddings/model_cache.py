@@ -166,7 +166,7 @@ def _make_stand_ins(
             continue
         there = get_encoder(model, name)
         if isinstance(there, CachedEncoder):
-            there.look_again()
+            there.refresh_digest()
         else:
             there = CachedEncoder(there, _without_folder(config), name=name, store=store)
             there.column = 1 + max(taken, default=-1)

@@ -26,7 +26,7 @@ from castore.adapters.embeddings.encoder_outputs import Leaf, LeafRows, Schema, 
 from castore.adapters.embeddings.shard_commit import NewRows
 from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
 from castore.keys.encoder import key
-from castore.remote.shared_results import TOLD_SECONDS, SharedTurn
+from castore.remote.shared_results import NOTICE_SECONDS, SharedTurn
 from castore.store import Store
 
 log = logging.getLogger("castore")
@@ -38,7 +38,7 @@ _MOST_ITEMS, _FEWEST_ITEMS, _BLOCKS = 2048, 64, 64
 BLOCKS_FOLDER = ".embeddings/blocks"
 # Lifetime of a block's entry, should nobody come to remove it.
 _LIFETIME = 86400.0
-# Seconds between two looks for blocks that other nodes encode.
+# Seconds between two polls for blocks that other nodes encode.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 B = TypeVar("B", bound=Hashable)
@@ -67,18 +67,18 @@ class SharedBlocks(Generic[B]):
         """Rounds over the blocks, the last of which leaves none. The caller goes through each round to its
         end, and calls `finish` for each block that it gets.
         """
-        pause, told = _SHORTEST_PAUSE, time.monotonic() + TOLD_SECONDS
+        pause, warn_at = _SHORTEST_PAUSE, time.monotonic() + NOTICE_SECONDS
         elsewhere: list[B] = []
         yield self._claim_blocks(blocks, elsewhere)
         while elsewhere:
             left, elsewhere = elsewhere, []
             yield self._claim_blocks(left, elsewhere)
             if len(elsewhere) < len(left):
-                pause, told = _SHORTEST_PAUSE, time.monotonic() + TOLD_SECONDS
+                pause, warn_at = _SHORTEST_PAUSE, time.monotonic() + NOTICE_SECONDS
                 continue
-            if time.monotonic() > told:
+            if time.monotonic() > warn_at:
                 log.warning("%d blocks are encoded by other nodes; this one waits for them", len(left))
-                told = math.inf
+                warn_at = math.inf
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -230,6 +230,6 @@ def block_name(tables: list[str], *parts: object) -> str:
 
     Args:
         tables: the names of the tables.
-        parts: all else that tells the block from others.
+        parts: all else that distinguishes the block from others.
     """
     return f"{BLOCKS_FOLDER}/{tables[0]}/{key(['embedding block', tables, *parts])}"

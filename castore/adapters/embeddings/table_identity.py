@@ -107,7 +107,7 @@ def data_digest(dataset: Any, role: str, given: object = None, store: Store | No
         problem = str(error).removesuffix(ADVICE)
         raise UnhashableError(f"the {role} loader's {problem}; {_remedy(role)}") from None
     if doubts is not None and store is not None:
-        doubts.tell(store, f"the {role} loader's dataset", _random_advice(role))
+        doubts.compare(store, f"the {role} loader's dataset", _random_advice(role))
     return digits
 
 
@@ -135,7 +135,7 @@ def _digest(value: Any, what: str, option: str, given: object, store: Store | No
         raise UnhashableError(f"{error}; {_remedy(option)}") from None
     doubts = encoded.doubts() if store is not None else None
     if doubts is not None and store is not None:
-        doubts.tell(store, what, _random_advice(option))
+        doubts.compare(store, what, _random_advice(option))
     return str(blake3(_VERSION + encoded.code).hexdigest()[:_DIGITS])
 
 

@@ -2,7 +2,7 @@
 
 A written file ends when it is closed: by its own `with` block, by a layer above it, or by the garbage
 collector. An exception that unwinds a `with` block around the file discards the file. Layers of text and
-compression close the file below them without passing on that exception, so `unwinding` looks for the
+compression close the file below them without passing on that exception, so `unwinding` searches for the
 exception in the stack.
 """
 

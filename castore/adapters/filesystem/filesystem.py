@@ -118,7 +118,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         try:
             return load(self._place) is not None or has_lost_settings(self._place)
         except StoreError:
-            return True  # opening it tells the reason
+            return True  # opening it raises the reason
 
     def not_found_error(self, path: str) -> FileNotFoundError:
         """The error for a path without a file or folder."""

@@ -27,8 +27,8 @@ from castore.store import Store
 
 log = logging.getLogger("castore")
 
-# Seconds between two looks for nodes that have come.
-_LOOK_SECONDS = 1.0
+# Seconds between two polls for nodes that have come.
+_POLL_SECONDS = 1.0
 
 
 class Place(NamedTuple):
@@ -106,8 +106,8 @@ class _Nodes:
         try:
             self._start()
             while self._tasks:
-                ended, _ = ray.wait(list(self._tasks), timeout=_LOOK_SECONDS)
-                if sum(map(self._is_done, ended)):  # each is looked at: one may have failed
+                ended, _ = ray.wait(list(self._tasks), timeout=_POLL_SECONDS)
+                if sum(map(self._is_done, ended)):  # all are checked: one may have failed
                     break
                 self._start()
         finally:

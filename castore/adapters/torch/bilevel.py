@@ -21,7 +21,7 @@ from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
 from castore.adapters.torch.ranks import job_id, read_ranks
 from castore.adapters.torch.samples import MISSING, pack, tell_no_sample, unpack
 from castore.adapters.torch.tiers import TwoLevels, fixed_bytes
-from castore.adapters.torch.unshared_sizes import Apart, sizes_apart
+from castore.adapters.torch.unshared_sizes import RankSizes, divide_sizes
 from castore.adapters.torch.wrapper import DatasetWrapper
 from castore.errors import CorruptError, InvalidValueError, SerializationError, UnhashableError
 from castore.keys.doubts import Doubts, outside
@@ -114,11 +114,11 @@ class BiLevelCachedDataset(DatasetWrapper):
         job = None if name else job_id()
         # Without a disk level, a name or a job, no other process can meet the samples: they need no key.
         self.key, doubts = self._find_key(data, key, name) if on_disk or name or job else ("", None)
-        self._apart: Apart | None = None
+        self._rank_sizes: RankSizes | None = None
         if job and not self.key:
-            apart = sizes_apart(len(self), memory_cache_size, disk_cache_size, disk_cache_path)
-            self._apart, job = apart, None
-            memory_cache_size, disk_cache_size = apart.memory, apart.disk
+            rank_sizes = divide_sizes(len(self), memory_cache_size, disk_cache_size, disk_cache_path)
+            self._rank_sizes, job = rank_sizes, None
+            memory_cache_size, disk_cache_size = rank_sizes.memory, rank_sizes.disk
         self._levels = TwoLevels(
             len(self),
             memory_cache_size,
@@ -130,11 +130,11 @@ class BiLevelCachedDataset(DatasetWrapper):
             keep=keep and bool(self.key),
             codec=codec,
             remote=remote,
-            sharers=self._apart.sharers if self._apart else 1,
+            sharers=self._rank_sizes.sharers if self._rank_sizes else 1,
         )
 
         if doubts is not None and self._levels.store is not None:
-            doubts.tell(self._levels.store, "dataset", RANDOM_ADVICE)
+            doubts.compare(self._levels.store, "dataset", RANDOM_ADVICE)
 
     def _find_key(self, data: Any, key: object, name: str | None) -> tuple[str, Doubts | None]:
         """The key and the doubts about it; "" without a key, with a warning from the node's first rank."""
@@ -159,9 +159,9 @@ class BiLevelCachedDataset(DatasetWrapper):
     @property
     def _capacity(self) -> int:
         """Bytes that the levels of the whole node may take; the same number in all its ranks."""
-        if self._apart is not None:
+        if self._rank_sizes is not None:
             tables = fixed_bytes(len(self)) if self.memory_cache is not None else 0
-            return self._apart.sharers * max(0, self._apart.memory - tables) + self._apart.disk
+            return self._rank_sizes.sharers * max(0, self._rank_sizes.memory - tables) + self._rank_sizes.disk
         return sum(level.limit for level in (self.memory_cache, self.disk_cache) if level is not None)
 
     # Samples
@@ -262,5 +262,5 @@ class BiLevelCachedDataset(DatasetWrapper):
     def close(self) -> None:
         """Leave the levels; shared memory goes with the last process that uses it."""
         self._levels.close()
-        if self._apart is not None:
-            self._apart.agreed.close()
+        if self._rank_sizes is not None:
+            self._rank_sizes.agreed.close()

@@ -54,7 +54,7 @@ class CachedDataset(DatasetWrapper):
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else Store(store, memory=0)
         if doubts is not None:
-            doubts.tell(self.store, "dataset", RANDOM_ADVICE)
+            doubts.compare(self.store, "dataset", RANDOM_ADVICE)
         self._counts = HitCounts("CachedDataset")
 
     def name_of(self, index: int) -> str:

@@ -77,10 +77,10 @@ class CachedIterableDataset(IterableDataset[Any]):
         self._owns_store = not isinstance(store, Store)
         self.store = store if isinstance(store, Store) else Store(store, memory=0)
         if doubts is not None:
-            doubts.tell(self.store, "transform", RANDOM_ADVICE)
+            doubts.compare(self.store, "transform", RANDOM_ADVICE)
         self._counts = HitCounts("CachedIterableDataset")
         self._warned = False
-        for name in _STATE:  # not by `__getattr__`: loaders look at an object's own attributes
+        for name in _STATE:  # not by `__getattr__`: loaders read an object's own attributes
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
 
@@ -96,15 +96,15 @@ class CachedIterableDataset(IterableDataset[Any]):
         Raises:
             SerializationError: the item, or what ``item_key`` returned, has no exact bytes.
         """
-        told = item if self._item_key is None else self._item_key(item)
+        identity = item if self._item_key is None else self._item_key(item)
         try:
-            hasher = blake3(pack(told))
+            hasher = blake3(pack(identity))
         except SerializationError as error:
             raise SerializationError(
                 f"an item of the dataset cannot be told from others: {error}; or pass item_key=..."
             ) from None
         if self._item_key is None:
-            hasher.update(b"".join(map(_told_of_file, _texts(item))))
+            hasher.update(b"".join(map(_file_state, _texts(item))))
         digits = hasher.hexdigest()[:_DIGITS]
         return f"{self.key}/{digits[:3]}/{digits}.safetensors"
 
@@ -182,7 +182,7 @@ def _texts(item: Any) -> Iterator[str]:
             yield os.fspath(value)
 
 
-def _told_of_file(path: str) -> bytes:
+def _file_state(path: str) -> bytes:
     try:
         found = os.stat(path)
     except (OSError, ValueError):  # a text that is no possible path

@@ -57,7 +57,7 @@ class _Seen(NamedTuple):
 
     path: str
     value: Any
-    told: object
+    mark: object
     held: tuple[_Held, ...]
 
 
@@ -128,14 +128,14 @@ class Changes:
         ids, now = _ids(self._data), _walk(self._data)
         path = None
         if len(now) != len(seen) or any(
-            new.value is not old.value or new.told != old.told for new, old in zip(now, seen, strict=True)
+            new.value is not old.value or new.mark != old.mark for new, old in zip(now, seen, strict=True)
         ):
             path = _changed(seen, now)
         # Another thread's read may have begun meanwhile, or even ended: that read has noted everything.
         if self._reads.count(os.getpid()) > own or self._seen is not seen:
             return
         if path is not None:
-            _tell(path)
+            _raise_changed(path)
         self._ids, self._seen = ids, now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Changes:
         return {"_data": self._data, "_watched": self._watched, "_ids": [], "_seen": None, "_reads": []}
 
 
-def _tell(path: str) -> None:
+def _raise_changed(path: str) -> None:
     raise InvalidValueError(
         f"dataset{path} has been changed since the dataset was wrapped, so samples would be kept under a key "
         "that is not theirs; change the dataset first and wrap it anew, or say what identifies the data with "
@@ -163,7 +163,7 @@ def _changed(seen: list[_Seen], now: list[_Seen]) -> str | None:
         if old is None:
             changed = is_whole
         elif old.value is new.value:
-            changed = old.told != new.told
+            changed = old.mark != new.mark
         else:
             changed = not _alike(old.value, new.value)
         if changed and _is_pickled(new):
@@ -232,7 +232,7 @@ def _versions(tensors: list[Any]) -> list[int | None]:
 
 
 #: The function that makes a value's mark, by the kind of the value.
-_TELLING: dict[str, Callable[[Any], object]] = {
+_MARKERS: dict[str, Callable[[Any], object]] = {
     "keyed": lambda value: value.__castore_key__(),
     "tensor": _version,
     "array": _some,
@@ -254,8 +254,8 @@ def _walk(data: Any) -> list[_Seen]:
     while todo and len(found) < _MOST:
         path, value, held, depth, in_module = todo.popleft()
         kind = _kind_of(type(value))
-        tell = None if in_module and kind == "module" else _TELLING.get(kind)
-        found.append(_Seen(path, value, tell(value) if tell else None, held))
+        marker = None if in_module and kind == "module" else _MARKERS.get(kind)
+        found.append(_Seen(path, value, marker(value) if marker else None, held))
         parts = _PARTS.get(kind)
         if parts is not None and depth < _DEEPEST and len(todo) + len(found) < _MOST:
             in_module = kind == "module"

@@ -1,10 +1,10 @@
 """Fingerprints of datasets: a fingerprint changes when the samples may have changed, and at no other time.
 
-The fingerprint covers the code of the dataset's class (followed through the user's own modules) and all that
-pickle would see of the object: parameters by value, tensors and arrays by content, transforms by their code
-and parameters, inner datasets by their own fingerprint. Files that the dataset names, as path objects or as
-text with a "/" (in lists, arrays and frames too), count by path, size and modification time, so that an edit
-is noticed; the files are not read. Folders count by path alone.
+The fingerprint covers the code of the dataset's class, followed through the user's own modules. The
+fingerprint also covers all that pickle would see of the object: parameters by value, tensors and arrays by
+content, transforms by their code and parameters, inner datasets by their own fingerprint. Files that the
+dataset names, as path objects or as text with a "/" (in lists, arrays and frames too), count by path, size
+and modification time, so that an edit is noticed; the files are not read. Folders count by path alone.
 
 Assumes that user code follows pickle's protocol: attributes that `__getstate__` leaves out do not count. Must
 never give a random answer, nor one that differs in another process or on another day: a value without a

@@ -61,8 +61,8 @@ class EpochProgress:
         Raises:
             InvalidValueError: the steps do not fit in the segment.
         """
-        told = [[step.sizes, step.kept, step.consumed] for step in steps]
-        text = json.dumps([epoch, told], separators=(",", ":")).encode()
+        counts = [[step.sizes, step.kept, step.consumed] for step in steps]
+        text = json.dumps([epoch, counts], separators=(",", ":")).encode()
         if _TEXT + len(text) > _SIZE:
             raise InvalidValueError(
                 f"an epoch that was resumed {len(steps)} times in other worlds is too long a story "

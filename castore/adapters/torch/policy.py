@@ -1,11 +1,11 @@
-"""Decides which samples stay: a fixed subset while all are used alike, the most used ones where some are used
-more.
+"""Decides which samples stay. While all samples are used alike, a fixed subset stays. Where some samples are
+used more, the most used ones stay.
 
-A training epoch reads each sample once, in an order that changes. A sample read longest ago is then no more
-likely to be read late than any other, so LRU evicts samples that it has not used yet: it hits 15 % of a
-shuffled epoch where half the data fits, whereas keeping any fixed half hits 50 % (Mohan et al., "Analyzing
-and Mitigating Data Stalls in DNN Training", VLDB 2021, the MinIO cache). Where popularity is skewed, LRU and
-better LFU win. One rule serves both:
+A training epoch reads each sample once, in an order that changes. So the least recently used sample is no
+more likely to be read late than any other, and LRU evicts samples that the epoch has not read yet. Where half
+the data fits, LRU hits 15 % of a shuffled epoch, and any fixed half hits 50 % (Mohan et al., "Analyzing and
+Mitigating Data Stalls in DNN Training", VLDB 2021, the MinIO cache). Where popularity is skewed, LRU does
+better than a fixed half, and LFU better than LRU. One rule serves both:
 
         a sample replaces another only if it was used at least MARGIN times more often of late.
 

@@ -78,9 +78,9 @@ def read_ranks(
 
 
 def _node(environ: Mapping[str, str], rank: int, size: int, local_size: int) -> tuple[int, int]:
-    told = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
+    has_group = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
     # GROUP_RANK belongs to the environment's RANK, not to a rank that the caller gave instead.
-    if told and (rank, size) == (_whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)):
+    if has_group and (rank, size) == (_whole(environ, "RANK", 0), _whole(environ, "WORLD_SIZE", 1)):
         return _pair(environ, "GROUP_RANK", "GROUP_WORLD_SIZE")
     return rank // local_size, -(-size // local_size)
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from castore.errors import CastoreError, CorruptError, SerializationError
+from castore.serialize.bounded_dict import BoundedDict
 from castore.serialize.kinds import (
     MisfitError,
     is_registered,
@@ -51,7 +52,6 @@ from castore.serialize.leaves import (
 )
 from castore.serialize.misfits import find_misfit
 from castore.serialize.number_types import SIZES
-from castore.serialize.remembered import Remembered
 from castore.serialize.safetensors_files import Layout, Place, header_of, lay_out, read_header
 
 know_torch()
@@ -73,8 +73,8 @@ _KEYS = frozenset({str, int, bool, type(None)})
 
 # With a header of 250 bytes, as for an image and its label, 4000 kinds of samples; the memory is ten times as
 # much.
-_layouts: Remembered[Layout] = Remembered(1 << 20)
-_plans: Remembered[_Plan] = Remembered(1 << 20)
+_layouts: BoundedDict[Layout] = BoundedDict(1 << 20)
+_plans: BoundedDict[_Plan] = BoundedDict(1 << 20)
 
 
 def record_name(folder: str, index: int) -> str:

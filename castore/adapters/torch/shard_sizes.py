@@ -91,9 +91,9 @@ def _gather(own: tuple[int, int]) -> list[tuple[int, int]] | None:
 
     if not dist.is_available() or not dist.is_initialized():
         return None
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, own)
-    return said
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
 def _checked(gathered: list[tuple[int, int]], ranks: Ranks) -> Nodes:

@@ -18,7 +18,7 @@ from castore.shm.segments import Segment
 _READY, _MEMORY, _DISK, _WORDS = range(4)
 
 
-class Apart(NamedTuple):
+class RankSizes(NamedTuple):
     """The sizes of one rank's levels.
 
     Attributes:
@@ -34,7 +34,7 @@ class Apart(NamedTuple):
     agreed: Segment
 
 
-def sizes_apart(items: int, memory: Size, disk: Size, folder: str | os.PathLike[str] | None) -> Apart:
+def divide_sizes(items: int, memory: Size, disk: Size, folder: str | os.PathLike[str] | None) -> RankSizes:
     """The sizes of this rank's levels: equal parts of the sizes agreed among the node's ranks."""
     on_disk = folder is not None and not is_off(disk, "disk_cache_size")
     layout: dict[str, Any] = {"kind": "sizes", "items": items, "memory": str(memory), "disk": str(disk)}
@@ -49,4 +49,4 @@ def sizes_apart(items: int, memory: Size, disk: Size, folder: str | os.PathLike[
                 words[_DISK] = disk_bytes(disk, "disk_cache_size", folder)
             words[_READY] = 1
         sharers = read_ranks().local_world_size
-        return Apart(words[_MEMORY] // sharers, words[_DISK], sharers, segment)
+        return RankSizes(words[_MEMORY] // sharers, words[_DISK], sharers, segment)

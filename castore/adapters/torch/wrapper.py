@@ -2,7 +2,7 @@
 
 A subclass finds one sample or many, and keeps what it is given; this base adds the protocol of
 `torch.utils.data`: ``len(d)``, ``d[i]``, ``d.__getitems__([i, …])`` with order and duplicates kept; filling
-ahead of training; a look whether the wrapped dataset has changed. Assumes that it keeps its length.
+ahead of training; a check whether the wrapped dataset has changed. Assumes that the dataset keeps its length.
 Must never hand out a private or magic attribute of the wrapped dataset as its own: pickle, copy and the
 loaders ask for those.
 """

@@ -183,7 +183,8 @@ def outcome(make: Callable[[], Any]) -> Any:
 def test_operators_in_blocks_give_what_one_pass_gives(name: str, num_proc: int | None, store: Store) -> None:
     for count in (COUNT, COUNT + MORE):
         data = rows(count)
-        plain = outcome(lambda: Pipeline(OPERATORS[name](), store=store, use_cache=False).run(data).dataset)  # noqa: B023
+        uncached = Pipeline(OPERATORS[name](), store=store, use_cache=False)
+        plain = outcome(lambda: uncached.run(data).dataset)  # noqa: B023
         made = Pipeline(OPERATORS[name](), store=store, num_proc=num_proc)
         assert outcome(lambda: made.run(data).dataset) == plain  # noqa: B023
     assert list(store.entries(BLOCKS_FOLDER))

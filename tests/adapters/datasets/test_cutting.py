@@ -24,6 +24,7 @@ from tests.adapters.datasets.small_blocks import BYTES, ROWS, small_blocks
 BY_CONTENT = Cut()
 #: The fewest bytes of one row, so that `ROWS` rows are a block.
 LEAST_ROW = BYTES // ROWS
+FIRST_TIME = datetime.datetime(2020, 1, 1)  # noqa: DTZ001
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,7 +52,7 @@ _VALUES: dict[str, tuple[pa.DataType, Callable[[random.Random], Any]]] = {
     ),
     "timestamps": (
         pa.timestamp("us"),
-        lambda chance: datetime.datetime(2020, 1, 1) + datetime.timedelta(seconds=chance.randrange(10**8)),  # noqa: DTZ001
+        lambda chance: FIRST_TIME + datetime.timedelta(seconds=chance.randrange(10**8)),
     ),
     "texts": (pa.string(), lambda chance: _maybe(chance, _text(chance))),
     "large texts": (pa.large_string(), lambda chance: _maybe(chance, _text(chance))),

@@ -21,13 +21,13 @@ from castore.system.forks import reset_after_fork
 #: Errors of a store that has no room to keep fetched bytes.
 NOT_KEPT = (FullError, TooLargeError)
 #: Stored bytes, and frames, that come in one answer at most, if one frame is not larger.
-STRETCH_BYTES, STRETCH_FRAMES = 1 << 20, 64
+SPAN_BYTES, SPAN_FRAMES = 1 << 20, 64
 # Seconds for which nobody tries again to keep what is fetched.
 _FULL_SECONDS = 5.0
 
 
-class Room:
-    """Whether the store has room for what is fetched. Threads may share it."""
+class RoomState:
+    """Whether the store had room for fetched bytes a moment ago. Threads may share it."""
 
     def __init__(self) -> None:
         self._full: tuple[float, FullError | TooLargeError | None] = (0.0, None)
@@ -43,13 +43,13 @@ class Room:
         self._full = time.monotonic() + _FULL_SECONDS, error
 
 
-def stretch(row: Row, first: int) -> tuple[int, int, int]:
+def frame_span(row: Row, first: int) -> tuple[int, int, int]:
     """The frames that come together, from the first one: the number behind the last, and where their stored
     bytes begin and end, counted from the blob's first.
     """
     ends = [0, *accumulate(length for length, _ in FRAME.iter_unpack(row.place.frames))]
     stop = first + 1
-    while stop < min(len(ends) - 1, first + STRETCH_FRAMES) and ends[stop + 1] - ends[first] <= STRETCH_BYTES:
+    while stop < min(len(ends) - 1, first + SPAN_FRAMES) and ends[stop + 1] - ends[first] <= SPAN_BYTES:
         stop += 1
     return stop, ends[first], ends[stop]
 
@@ -77,8 +77,8 @@ def check_frames(stored: bytes, row: Row, first: int, stop: int, where: str) -> 
     return frames
 
 
-class PassedFrames:
-    """The frames of one blob. Threads may share it.
+class UnkeptFrames:
+    """The frames of one blob, fetched for each read. Threads may share it.
 
     Args:
         parts: of the store, whose dictionaries decode them.
@@ -92,7 +92,7 @@ class PassedFrames:
         self._fetcher = fetcher
         self._remote = remote
         self._row = row
-        self._stretch: tuple[int, list[bytes]] = (0, [])
+        self._span: tuple[int, list[bytes]] = (0, [])
         self._after_fork()
         reset_after_fork(self)
 
@@ -113,10 +113,10 @@ class PassedFrames:
 
     def _stored(self, index: int) -> bytes:
         with self._lock:
-            first, frames = self._stretch
+            first, frames = self._span
             if not first <= index < first + len(frames):
                 answer = self._fetcher.call("frames", remote=self._remote, row=self._row, first=index)
-                stop, _, _ = stretch(self._row, index)
+                stop, _, _ = frame_span(self._row, index)
                 frames = check_frames(answer, self._row, index, stop, f"remote {self._remote!r}")
-                first, self._stretch = index, (index, frames)
+                first, self._span = index, (index, frames)
             return frames[index - first]

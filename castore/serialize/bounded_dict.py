@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Remembered(dict[Any, T]):
+class BoundedDict(dict[Any, T]):
     """Values derived from headers, until they would take more than `budget` bytes together; then it is
     emptied.
 

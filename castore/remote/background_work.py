@@ -18,8 +18,8 @@ log = logging.getLogger("castore")
 _MOST = 16
 
 
-class Hints:
-    """Does work in the background. Threads may share it."""
+class BackgroundWork:
+    """Does a few pieces of work at once. Threads may share it."""
 
     def __init__(self) -> None:
         self._after_fork()
@@ -28,10 +28,10 @@ class Hints:
     def _after_fork(self) -> None:
         self._room = threading.Semaphore(_MOST)
 
-    def give(self, work: Callable[[], object]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         """Do some work soon, or not at all."""
         if self._room.acquire(blocking=False):
-            threading.Thread(target=self._run, args=(work,), name="castore-hint", daemon=True).start()
+            threading.Thread(target=self._run, args=(work,), name="castore-background", daemon=True).start()
 
     def _run(self, work: Callable[[], object]) -> None:
         try:

@@ -9,7 +9,7 @@ import datasets
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Silence the library for the length of a block; blocks may nest."""
     bars = datasets.utils.is_progress_bar_enabled()
     verbosity = datasets.utils.logging.get_verbosity()
