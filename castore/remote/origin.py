@@ -130,8 +130,10 @@ def _misses(remote: str) -> Iterator[None]:
     try:
         yield
     except (RemoteMissingError, CorruptError) as error:
-        log.warning("bytes that are only in remote %r cannot be had: %s", remote, error)
-        raise FileNotFoundError(f"remote {remote!r} has lost bytes: {error}") from error
+        # The store knows one place of each blob. Another ref may have the same bytes in another object.
+        advice = "`castore pull REF --lazy` finds them again if a ref still has them"
+        log.warning("bytes that are only in remote %r cannot be had: %s; %s", remote, error, advice)
+        raise FileNotFoundError(f"remote {remote!r} has lost bytes: {error}; {advice}") from error
     except NotFoundError as error:
         raise RemoteError(f"bytes are only in remote {remote!r}, and {error}") from error
 

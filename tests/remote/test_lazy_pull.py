@@ -214,6 +214,25 @@ def test_damage_that_passes_through_is_found(copied: Path, tmp_path: Path) -> No
         }
 
 
+def test_bytes_that_one_ref_has_lost_are_found_again_by_a_pull_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    for number, ref in enumerate(("main", "dev")):  # each packs the bytes beside others of its own
+        with Store(tmp_path / ref) as store:
+            store.put_many([("shared", b"the same"), (f"own/{number}", noise(500, number))])
+            know(store, "team", url).push(ref=ref)
+    packs = sorted((tmp_path / "bucket" / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    with node(tmp_path / "reader", url) as reader:
+        reader.pull("main", remote="team", lazy=True)
+        reader.pull("dev", remote="team", lazy=True, below="dev")
+        packs[-1].unlink()
+        assert reader.get("shared") is None
+        assert "castore pull REF --lazy" in caplog.text
+        reader.pull("main", remote="team", lazy=True)
+        assert reader.get("shared") == reader.get("dev/shared") == b"the same"
+
+
 def test_bytes_that_pass_through_bring_the_dictionary_that_they_need(tmp_path: Path) -> None:
     samples, contents = records(400, 1), dict(zip(("rec/1", "rec/2"), records(2, 2), strict=True))
     with Store(tmp_path / "one") as one:
