@@ -326,7 +326,7 @@ class Remote:
                 which is not kept, or that a push may take.
             unused: seconds, or ``"30d"``, without a use after which a shared result is garbage; at least two
                 days, since uses are noted once a day. Default never.
-            dry_run: change nothing; ``condemned`` is what would be condemned.
+            dry_run: write nothing; ``condemned`` is what would be condemned. Ages go by this machine's clock.
             progress: called with bytes that were deleted, and those of all that are.
 
         Raises:
