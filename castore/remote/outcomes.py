@@ -189,6 +189,8 @@ class Checked(NamedTuple):
         orphans: number of objects that no ref means: those of interrupted pushes, and of commits that were
             removed.
         orphaned: their bytes.
+        warnings: sentences on what the storage cannot do, and on what may surprise, such as a clock that is
+            wrong. None of them is a problem of what refs mean.
     """
 
     refs: list[str]
@@ -196,3 +198,4 @@ class Checked(NamedTuple):
     problems: list[RemoteProblem]
     orphans: int
     orphaned: int
+    warnings: tuple[str, ...] = ()

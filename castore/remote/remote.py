@@ -293,16 +293,19 @@ class Remote:
             return tree.warm(check_prefix(prefix), shard, progress or (lambda done, total: None))
 
     def check(self, *, deep: bool = False, progress: Progress | None = None) -> Checked:
-        """Check that the bucket has all that its refs mean.
+        """Check that the bucket has all that its refs mean, and try out again what the storage can do.
+
+        The trial writes small objects below ``probe/`` and removes them, as `Store.add_remote` does. It only
+        reads if the remote was added with ``read_only``.
 
         Args:
             deep: read every object and compare its bytes with its digest. By default only listings and trees
                 are read.
             progress: with ``deep`` called with bytes that were read, and those of all objects.
         """
-        found = self._call("check", {"deep": deep}, progress)
+        found = self._call("check", {"deep": deep, "read_only": self.settings.read_only}, progress)
         problems = [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found["problems"]]
-        return Checked(**found | {"problems": problems})
+        return Checked(**found | {"problems": problems, "warnings": tuple(found["warnings"])})
 
     def gc(
         self,

@@ -520,6 +520,27 @@ def test_check_tells_what_is_lost_and_repair_brings_it_back(cli: Cli, store: Sto
     assert cli("remote", "check", "nobody").code == 1
 
 
+def test_check_warns_of_what_the_storage_cannot_do(
+    cli: Cli, store: Store, team: str, tmp_path: Path, url: str
+) -> None:
+    store.put("a", b"bytes")
+    cli("push")
+    assert cli("remote", "check", team).err == ""
+    probe = tmp_path / "the bucket" / "probe"
+    probe.rmdir()  # which is empty
+    probe.write_bytes(b"no folder, so nothing can be tried below it")
+    ran = cli("remote", "check", team)
+    assert (ran.code, ran.out) == (0, "1 ref, 3 objects, 0 problems\n")
+    assert ran.err.startswith("castore: remote 'team': ")
+    assert ran.err.count("\n") == 1
+    assert "a file lies in the way" in ran.err
+    found = cli("remote", "check", team, "--json")
+    assert (found.code, found.json["problems"]) == (0, [])
+    assert ["a file lies in the way" in sentence for sentence in found.json["warnings"]] == [True]
+    know(store, "readable", url, read_only=True)
+    assert cli("remote", "check", "readable").err == "", "a trial that only reads"
+
+
 def test_a_remote_in_the_stores_own_folder_is_refused(cli: Cli, store: Store) -> None:
     for place in (store.path, store.path / "objects" / "x"):
         ran = cli("remote", "add", "team", place.as_uri())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from castore import Remote, RemoteDeniedError, RemoteError, Store
 from tests.helpers import noise
 from tests.remote.nodes import know, move
+from tests.remote.servers import READER, READERS_SECRET, Place, environment
 from tests.remote.test_transfer import ENVIRONMENT
 
 
@@ -71,7 +73,7 @@ def test_a_whole_bucket_has_no_problem_and_what_no_ref_means_is_counted(
     assert seen[-1] == (sum(path.stat().st_size for path in whole),) * 2
     (bucket / "objects" / "ab").mkdir(exist_ok=True)
     (bucket / "objects" / "ab" / ("ab" * 32)).write_bytes(b"of a push that was killed")
-    assert remote.check()[3:] == (1, 25)
+    assert remote.check()[3:] == (1, 25, ())
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,22 @@ def test_a_commit_that_is_gone_is_a_problem_that_names_it(remote: Remote, bucket
     [problem] = remote.check().problems
     assert path.name in problem.why
     assert remote.repair(remote.check()) == []
+
+
+def test_a_key_that_may_not_write_is_a_warning_and_no_problem(seaweedfs: Place, tmp_path: Path) -> None:
+    reader = {"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READERS_SECRET}
+    with Store(tmp_path / "one", memory=0) as one:
+        with environment(seaweedfs.environment):
+            one.put("name", b"1")
+            team = one.add_remote("team", f"{seaweedfs.url}/{uuid.uuid4().hex}")
+            team.push()
+            assert team.check().warnings == ()
+        with environment({**seaweedfs.environment, **reader}):
+            checked = team.check()
+            assert checked.problems == []
+            [warning] = checked.warnings
+            assert "AccessDenied" in warning
+            assert one.add_remote("readable", team.url, read_only=True).check().warnings == ()
 
 
 def test_a_place_that_is_no_remote_is_an_error(remote: Remote, bucket: Path) -> None:
