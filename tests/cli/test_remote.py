@@ -701,6 +701,39 @@ def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other:
     assert cli("ls").out == ""
 
 
+def test_a_large_blob_of_which_a_part_is_here_says_so(
+    cli: Cli, store: Store, team: str, other: Store
+) -> None:
+    large = noise(6 << 20)
+    other.put_many([("set/large", large), ("set/small", b"1")])
+    other.push(to="theirs")
+    assert cli("pull", "main", "--lazy").code == 0
+
+    def columns() -> list[str]:
+        return [line[10:19].strip() for line in cli("ls", "-l", "set").out.splitlines()]
+
+    assert columns() == ["STORED", "away", "away"]
+    found = cli("stat", "set/large", "--json").json
+    assert (found["remote"], found["there"] >= len(large), found["here"]) == (team, True, 0)
+    with store.open("set/large") as file:
+        assert file.read(10) == large[:10]
+    end_fetcher(store)
+    found = cli("stat", "set/large", "--json").json
+    assert (found["away"], found["stored"]) == (True, 0)
+    assert 1 << 20 <= found["here"] < found["there"]
+    share = 100 - 100 * found["here"] // found["there"]
+    assert columns() == ["STORED", f"{share}% away", "away"]
+    told = cli("stat", "set/large").out
+    assert f"\nremote      {team}\n" in told
+    assert re.search(rf"\nthere       6.3 MB \({found['there']:,} bytes\)\nhere        .* bytes\)\n", told)
+    blob = cli("stat", found["digest"], "--json").json
+    assert [blob[key] for key in ("remote", "there", "here")] == [team, found["there"], found["here"]]
+    assert cli("get", "set/large", "-o", "large").code == 0
+    assert columns() == ["STORED", "0% away", "away"]
+    assert cli("cat", "set/small").raw == b"1"
+    assert "remote" not in cli("stat", "set/small", "--json").json
+
+
 def test_an_interrupt_of_warm_does_not_wait_for_a_limited_link(
     castore: Start, cli: Cli, store: Store, url: str, other: Store
 ) -> None:
