@@ -6,6 +6,7 @@ handles: nothing here opens or reads anything.
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import xxhash
@@ -118,6 +119,15 @@ class Entry(NamedTuple):
     metadata: dict[str, Any]
     pinned: bool
     away: bool = False
+
+
+def parse_metadata(text: Any) -> dict[str, Any]:
+    """The metadata in a row's text. For a damaged row: the text itself, under the key ``damaged``."""
+    try:
+        found = json.loads(text) if text else {}
+    except (TypeError, ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"damaged": str(text)}
 
 
 class Found(NamedTuple):

@@ -26,6 +26,7 @@ from castore import (
     Store,
 )
 from castore.objects.codecs import FRAME_SIZE
+from castore.repair import doctor
 from tests.clocks import pass_time
 from tests.helpers import flip, mixed, noise, payload, recount, text
 
@@ -351,13 +352,57 @@ def test_pin_and_metadata_stay_with_the_entry(pair: Case) -> None:
             act("nothing")
 
 
+def test_an_entry_whose_metadata_is_damaged_is_listed_reported_and_removed(tmp_path: Path) -> None:
+    for metadata in ("{not json", "[" * 100_000, '{"a":' + "9" * 5000 + "}"):
+        with Store(tmp_path / "store", memory=0) as store:
+            store.put("a", b"x")
+            with store.index.write() as txn:
+                txn.execute("UPDATE entries SET metadata = ?", (metadata,))
+            [entry] = store.entries()
+            assert entry.metadata == {"damaged": metadata}
+            assert store.copy("a", "b").metadata == entry.metadata
+            [finding] = doctor.examine(store.path)
+            assert "its row of the name 'a' has impossible values" in finding.what
+            assert store.delete_unchanged(entry)
+            assert store.delete("b")
+
+
+def nested(levels: int) -> list[Any]:
+    """So many levels of lists."""
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     "metadata",
-    [{"a": b"bytes"}, {"a": float("nan")}, {1: 2}, {"a": {1, 2}}, "note", "", 5, 0, [], [("a", 1)], False],
+    [
+        {"a": b"bytes"},
+        {"a": float("nan")},
+        {1: 2},
+        {"a": {1, 2}},
+        "note",
+        "",
+        5,
+        0,
+        [],
+        [("a", 1)],
+        False,
+        {"a": nested(100)},
+    ],
 )
 def test_metadata_that_is_not_json_is_refused(store: Store, metadata: Any) -> None:
     with pytest.raises(SerializationError, match="metadata"):
         store.put("a", b"x", metadata=metadata)
+
+
+def test_metadata_may_have_a_hundred_levels_and_any_number_of_lists(pair: Case) -> None:
+    metadata = {"a": nested(99), "b": [[]] * 1000, "c": "[" * 1000}
+    pair.store.put("a", b"x", metadata=metadata)
+    kept = pair.reader.entry("a")
+    assert kept is not None
+    assert kept.metadata == metadata
 
 
 @pytest.mark.parametrize(

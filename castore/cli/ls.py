@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Annotated
 
 import typer
 
+from castore import Store
 from castore.cli.completion import names
 from castore.cli.output import json_text
 from castore.cli.std_streams import need_output
@@ -39,10 +41,10 @@ def ls(
     castore ls -l imagenet
     """
     need_output()
-    form: Callable[[Entry], str] = _json if as_json else _long if long else _plain
     write = sys.stdout.write
     found = False
     with open_store(context) as store:
+        form: Callable[[Entry], str] = _json if as_json else _Long(store) if long else _plain
         for entry in store.entries(prefix):
             if not found and long and not as_json:
                 write(_HEAD)
@@ -60,12 +62,31 @@ def _json(entry: Entry) -> str:
     return json_text(entry._asdict()) + "\n"
 
 
-def _long(entry: Entry) -> str:
-    now = time.time()
-    stored = "away" if entry.away else format_size(entry.stored)
-    expires = "" if entry.expires is None else format_duration(max(0, entry.expires - now))
-    return (
-        f"{format_size(entry.size):>9} {stored:>9}  {entry.codec:<5}"
-        f" {format_duration(max(0, round(now - entry.created))):>8} {expires:>10}"
-        f"  {'pin' if entry.pinned else '   '}  {entry.name}\n"
-    )
+class _Long:
+    """Writes entries of a store in columns."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __call__(self, entry: Entry) -> str:
+        now = time.time()
+        stored = self._away(entry) if entry.away else format_size(entry.stored)
+        expires = "" if entry.expires is None else format_duration(max(0, entry.expires - now))
+        return (
+            f"{format_size(entry.size):>9} {stored:>9}  {entry.codec:<5}"
+            f" {format_duration(max(0, round(now - entry.created))):>8} {expires:>10}"
+            f"  {'pin' if entry.pinned else '   '}  {entry.name}\n"
+        )
+
+    @cached_property
+    def _partly_here(self) -> set[bytes]:
+        return self._store.source.partly_here()
+
+    def _away(self, entry: Entry) -> str:
+        """The share of the stored bytes that is only in a remote, if some of them are here."""
+        digest = bytes.fromhex(entry.digest)
+        facts = self._store.source.describe_away(digest) if digest in self._partly_here else {}
+        if not facts:
+            return "away"
+        share = 100 * int(facts["here"]) // max(1, int(facts["stored"]))
+        return f"{100 - max(1, share)}% away"

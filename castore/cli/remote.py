@@ -258,6 +258,8 @@ def check(
 ) -> None:
     """Check that a remote has all that its refs mean. Exits with 1 if something is missing or damaged.
 
+    Also tries out what the storage can do, as `castore remote add` does, and warns.
+
     \b
     castore remote check team
     castore remote check team --deep --repair
@@ -268,6 +270,8 @@ def check(
             with growing_progress("uploading") as progress:
                 store.remote(name).repair(found, progress=progress)
             found = _check(store.remote(name), deep)
+    for sentence in found.warnings:
+        print_error(f"remote {name!r}: {sentence}")
     if as_json:
         lists = {"problems": found.problems, "history": found.history}
         print_json(found._asdict() | {key: [one._asdict() for one in some] for key, some in lists.items()})

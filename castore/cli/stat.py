@@ -12,6 +12,7 @@ from castore.cli.completion import names
 from castore.cli.output import AsJson, json_text, print_json
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import find_blob, find_entry, open_store
+from castore.records import AWAY
 from castore.units import format_duration, format_size
 
 
@@ -80,8 +81,11 @@ def _print_one(store: Store, name: str, as_json: bool) -> None:
             "codec": blob.codec,
             "names": store.names_of(blob.digest),
         }
+        is_away = blob.pack == AWAY
     else:
-        facts = entry._asdict()
+        facts, is_away = entry._asdict(), entry.away
+    if is_away:
+        facts |= _describe_away(store, facts["digest"])
     if as_json:
         print_json(facts)
         return
@@ -89,8 +93,16 @@ def _print_one(store: Store, name: str, as_json: bool) -> None:
         typer.echo(f"{key:<10}  {_format_value(key, value)}".rstrip())
 
 
+def _describe_away(store: Store, digest: str) -> dict[str, Any]:
+    """The remote that has a blob, and its stored bytes that are there, and of them here."""
+    found = store.source.describe_away(bytes.fromhex(digest))
+    if not found:  # its bytes have come, or gone, meanwhile
+        return {}
+    return {"remote": found["remote"], "there": int(found["stored"]), "here": int(found["here"])}
+
+
 def _format_value(key: str, value: Any) -> str:
-    if key in ("size", "stored"):
+    if key in ("size", "stored", "there", "here"):
         return f"{format_size(value)} ({value:,} bytes)" if value >= 1000 else format_size(value)
     if key in ("created", "accessed", "expires"):
         return "never" if value is None else _format_time(value)

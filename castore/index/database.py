@@ -27,7 +27,7 @@ from castore.index.journal import Journal, pack_record
 from castore.index.statements import BLOB_COLUMNS, BLOB_OF, LISTED
 from castore.index.transaction import Write
 from castore.names import below
-from castore.records import AWAY, LOST, Blob, Entry, Found, Totals, entry_check
+from castore.records import AWAY, LOST, Blob, Entry, Found, Totals, entry_check, parse_metadata
 from castore.system.forks import fork_gate, reset_after_fork
 from castore.system.sql_errors import is_damage, is_full
 
@@ -80,15 +80,6 @@ def _to_entry(row: tuple[Any, ...]) -> Entry:
         name, digest.hex(), size, stored, codec, created, expires, accessed, serializer, meta, bool(pinned),
         bool(away),
     )  # fmt: skip
-
-
-def parse_metadata(text: Any) -> dict[str, Any]:
-    """The metadata in a row's text. For a damaged row: the text itself, under the key ``damaged``."""
-    try:
-        found = json.loads(text) if text else {}
-    except (TypeError, ValueError):
-        found = None
-    return found if isinstance(found, dict) else {"damaged": str(text)}
 
 
 def _is_row_intact(name: str, digest: bytes, checked: int) -> bool:

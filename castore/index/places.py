@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from castore.index.database import Index
 from castore.index.transaction import Write
+from castore.names import below
 from castore.records import AWAY, LOST, Blob
 
 _PLACE = "p.digest, o.remote, o.object, p.offset, p.stored, p.codec, p.frames, b.size"
@@ -22,6 +23,11 @@ _AMONG = f"SELECT {_PLACE} {_FROM} WHERE p.digest IN (%s)"
 _NEAR = (
     f"SELECT {_PLACE} {_FROM} WHERE p.origin = (SELECT id FROM origins WHERE object = ? AND remote = ?)"
     f" AND p.offset >= ? AND p.offset < ? AND b.pack = {AWAY} ORDER BY p.offset LIMIT ?"
+)
+# One pass over the objects, each of which has few places, or lies in a folder of no other.
+_WITH_FOLDER = (
+    "SELECT p.digest FROM origins o CROSS JOIN places p ON p.origin = o.id WHERE lower(hex(o.object)) IN"
+    " (SELECT substr(name, ?1, 64) FROM entries WHERE name > ?2 AND name < ?3)"
 )
 _ADD_ORIGIN = "INSERT INTO origins (remote, object) VALUES (?, ?) ON CONFLICT DO NOTHING"
 _SET_PLACE = (
@@ -94,6 +100,12 @@ def of_blobs(index: Index, digests: Sequence[bytes]) -> dict[bytes, RemotePlace]
     """The places of up to a thousand blobs. Blobs without one are left out."""
     rows = index.file.rows(_AMONG % ",".join("?" * len(digests)), digests)
     return {row[0]: RemotePlace._make(row) for row in rows}
+
+
+def with_folder(index: Index, folder: str) -> set[bytes]:
+    """The digests of blobs whose objects have a folder of names in ``folder``, called as the object is."""
+    low, high = below(folder)
+    return {digest for (digest,) in index.file.rows(_WITH_FOLDER, (len(low) + 1, low, high))}
 
 
 def near(index: Index, place: RemotePlace, start: int, end: int, limit: int) -> list[RemotePlace]:

@@ -102,7 +102,7 @@ def _find_impossible_row(db: sqlite3.Connection, frame_size: int, serializers: C
             check_known_name(name)
             sound = checked == entry_check(name, digest) and serializer in serializers
             sound = sound and (metadata is None or type(json.loads(metadata)) is dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             sound = False
         if not sound:
             return f"its row of the name {name!r} has impossible values"

@@ -10,7 +10,6 @@ Digests are raw bytes, names are already checked, times are seconds since the ep
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections import Counter
@@ -41,7 +40,7 @@ from castore.index.statements import (
     UNCOUNT_REFS,
     UPDATE_ENTRY,
 )
-from castore.records import AWAY, HEAD_SIZE, LOST, Blob, EntrySpec, entry_check
+from castore.records import AWAY, HEAD_SIZE, LOST, Blob, EntrySpec, entry_check, parse_metadata
 from castore.system.sql_errors import is_locked
 
 #: Keys of one query: each is a parameter of its statement.
@@ -327,7 +326,7 @@ class Write:
     def delete_unchanged(self, name: str, digest: bytes, metadata: dict[str, Any]) -> bool:
         """Remove a name if it still has that digest and that metadata; False if not."""
         row = self.db.execute("SELECT digest, metadata FROM entries WHERE name = ?", (name,)).fetchone()
-        if row is None or row[0] != digest or json.loads(row[1] or "{}") != metadata:
+        if row is None or row[0] != digest or parse_metadata(row[1]) != metadata:
             return False
         return self.delete_entry(name)
 

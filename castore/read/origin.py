@@ -65,6 +65,10 @@ class Origin(Protocol):
         """Facts about a blob that is away, for people: where it is, and how much of it is here."""
         ...
 
+    def partly_here(self) -> set[bytes]:
+        """The digests of blobs of which parts are in the store. Costs as much as a listing of the parts."""
+        ...
+
     def open(self, blob: Blob, cache: MemoryLRU[bytes] | None) -> BlobAccess | None:
         """Hold a blob whose bytes come in parts, or cannot be kept. None for another one, which is in the
         store by then.

@@ -272,6 +272,10 @@ class BlobSource:
         """Facts about a blob that is away, for people."""
         return self._origin.describe(digest)
 
+    def partly_here(self) -> set[bytes]:
+        """The digests of blobs that are away but for some parts."""
+        return self._origin.partly_here()
+
     def _with_bytes(self, found: dict[str, Found], now: float) -> dict[str, Found]:
         """The rows of names, once the bytes of those that are away have come together."""
         away = {

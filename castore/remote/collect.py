@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
 
 from castore.errors import RemoteError, RemoteMissingError
 from castore.remote import commits, marker
@@ -55,13 +54,6 @@ _BATCH = 1000
 _SWEPT = ("objects/", "packs/", TREES, COMMITS, RESULTS)
 
 
-class Found(NamedTuple):
-    """Garbage, by key, and the time of the storage's clock when it was found."""
-
-    garbage: dict[str, Listed]
-    now: float
-
-
 def collect(
     bucket: Bucket,
     pages: PageCache,
@@ -82,7 +74,8 @@ def collect(
             ref's newest within the grace period are kept in any case.
         grace: seconds.
         unused: seconds without a use after which a shared result is garbage; None for never.
-        dry_run: change nothing, and list what a first run would condemn.
+        dry_run: write nothing, and list what a first run would condemn. Ages go by this machine's clock:
+            only a write tells the storage's.
         progress: called with bytes that were deleted, and those of all that are.
         clock: a monotonic clock, in seconds.
 
@@ -93,7 +86,7 @@ def collect(
     marker.check(bucket)
     run = _Run(bucket, pages, keep_commits, grace, unused, progress, clock)
     if dry_run:
-        garbage = run.find().garbage
+        garbage = run.find(time.time())
         return RemoteCollected(0, 0, len(garbage), _size(garbage.values()), None)
     deleted, freed = run.end_epoch()
     condemned, size, until = run.begin_epoch()
@@ -124,9 +117,12 @@ class _Run:
 
     # Finding
 
-    def find(self) -> Found:
-        """The keys that are older than the grace period and that no kept commit needs."""
-        now = self._now()
+    def find(self, now: float) -> dict[str, Listed]:
+        """The keys that are older than the grace period and that no kept commit needs.
+
+        Args:
+            now: the time, by the storage's clock.
+        """
         # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
         listed = {
             one.key: one
@@ -136,7 +132,7 @@ class _Run:
         }
         for key in self._needed(now):
             listed.pop(key, None)
-        return Found(listed, now)
+        return listed
 
     def _now(self) -> float:
         """The time by the storage's clock."""
@@ -211,7 +207,7 @@ class _Run:
         # All refs and all listings are read once more, after the state has changed.
         garbage = {
             key: one
-            for key, one in self.find().garbage.items()
+            for key, one in self.find(self._now()).items()
             if key in condemned and one.modified <= state.before
         }
         state = self._delete(state, garbage)
@@ -278,22 +274,19 @@ class _Run:
             keys = self._read_list(state)
             listed = (one for folder in _SWEPT for one in self._bucket.listing(folder))
             return len(keys), _size(one for one in listed if one.key in keys), self._changed() + self._grace
-        found = self.find()
-        self._bucket.remove_unfinished(found.now - max(self._grace, ABANDONED_SECONDS))
-        left = [
-            one.key for one in self._bucket.listing(CLAIMS) if one.modified < found.now - ABANDONED_SECONDS
-        ]
+        now = self._now()
+        garbage = self.find(now)
+        self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
+        left = [one.key for one in self._bucket.listing(CLAIMS) if one.modified < now - ABANDONED_SECONDS]
         self._bucket.delete(left)  # those of nodes that were killed
-        if not found.garbage:
+        if not garbage:
             return 0, 0, None
-        new = State(
-            state.epoch + 1, CONDEMNED, self._id, self._id, 0, found.now, found.now - self._grace, state.beat
-        )  # fmt: skip
-        new = write_list(self._bucket, new, sorted(found.garbage))
+        new = State(state.epoch + 1, CONDEMNED, self._id, self._id, 0, now, now - self._grace, state.beat)
+        new = write_list(self._bucket, new, sorted(garbage))
         if not write_state(self._bucket, new, state):
             self._bucket.delete([list_key(new, number) for number in range(new.lists)])
             raise self._overtaken()
-        return len(found.garbage), _size(found.garbage.values()), self._changed() + self._grace
+        return len(garbage), _size(garbage.values()), self._changed() + self._grace
 
 
 def _order(key: str) -> tuple[int, str]:

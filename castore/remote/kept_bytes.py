@@ -21,6 +21,8 @@ from castore.remote.pages import FRAME, Place
 WHOLE_LIMIT = 4 << 20
 #: A part ends with the first frame that brings it to this many stored bytes, or to this many frames.
 PART_BYTES, PART_FRAMES = 1 << 20, 64
+#: The folder of the parts. Those of one object lie in a folder that is called as the object is.
+PARTS = f"{RESERVED}/parts"
 #: Bytes that no part has: a stored frame is hardly longer than its content.
 LARGEST_PART = 2 * PART_BYTES
 # Parts that are dropped in one transaction.
@@ -54,7 +56,7 @@ class Part(NamedTuple):
 
     def name(self, digest: bytes) -> str:
         """The name under which the part of an object of that digest is kept."""
-        return f"{RESERVED}/parts/{digest.hex()}/{self.start:x}-{self.end:x}"
+        return f"{PARTS}/{digest.hex()}/{self.start:x}-{self.end:x}"
 
     def locate(self, frame: int) -> tuple[int, int]:
         """Where a frame of the part lies in the part, in bytes: its beginning and its length."""

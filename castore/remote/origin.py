@@ -24,7 +24,7 @@ from castore.parts import Parts
 from castore.records import Blob
 from castore.remote.background_work import BackgroundWork
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.kept_bytes import WHOLE_LIMIT, bytes_here, drop_parts
+from castore.remote.kept_bytes import PARTS, WHOLE_LIMIT, bytes_here, drop_parts
 from castore.remote.lazy_reader import LazyReader
 from castore.remote.pack_window import PackWindow
 from castore.remote.pages import Place, Row
@@ -71,6 +71,10 @@ class RemoteOrigin:
             return {}
         here = bytes_here(self._parts.index, _row(place).place)
         return {"stored": str(place.stored), "remote": place.remote, "here": str(here)}
+
+    def partly_here(self) -> set[bytes]:
+        """See `Origin`."""
+        return places.with_folder(self._parts.index, PARTS)
 
     def open(self, blob: Blob, cache: MemoryLRU[bytes] | None) -> LazyReader | None:
         """See `Origin`."""

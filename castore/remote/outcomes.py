@@ -191,6 +191,8 @@ class Checked(NamedTuple):
         orphaned: their bytes.
         history: objects that only older commits need, and that are missing or damaged. Nothing repairs these;
             `Remote.gc` with ``keep_commits`` ends the history before them.
+        warnings: sentences on what the storage cannot do, and on what may surprise, such as a clock that is
+            wrong. None of them is a problem of what refs mean.
     """
 
     refs: list[str]
@@ -199,3 +201,4 @@ class Checked(NamedTuple):
     orphans: int
     orphaned: int
     history: list[RemoteProblem]
+    warnings: tuple[str, ...] = ()

@@ -1,12 +1,14 @@
 """Pages: the immutable pieces of a tree, as bytes. A leaf has rows of names, an inner page has rows of pages.
 
 A page is named by BLAKE3 of its bytes, which are checked before they are decompressed. Decoding trusts
-nothing: names, digests, sizes and frames of each row are checked, so a row that `decode` returns is sound,
-though not necessarily true. Nothing here depends on how rows are divided into pages.
+nothing: names, digests, sizes, frames and metadata of each row are checked, so a row that `decode` returns is
+sound, though not necessarily true. Nothing here depends on how rows are divided into pages.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from castore.names import check_name
 from castore.objects.codecs import CODECS
 from castore.objects.frames import frame_count
 from castore.records import DIGEST_SIZE
+from castore.write.arguments import DEEPEST, is_deep
 
 #: Bytes of a frame in `Place.frames`: stored length (u32) and BLAKE3 of the stored frame, cut to 128 bits.
 FRAME = struct.Struct("<I16s")
@@ -181,7 +184,9 @@ def decode(data: bytes, digest: bytes) -> Page:
         if level:
             return Page(level, (), _children(dict(zip(_INNER, columns, strict=True))))
         return Page(0, _rows(dict(zip(_LEAF + _PLACES, columns, strict=True))), ())
-    except (ValueError, TypeError, IndexError, OverflowError, struct.error, CastoreError) as error:
+    except (
+        ValueError, TypeError, IndexError, OverflowError, RecursionError, struct.error, CastoreError,
+    ) as error:  # fmt: skip
         raise CorruptError(f"page {digest.hex()} is none that castore wrote: {error}") from error
 
 
@@ -211,6 +216,8 @@ def _rows(columns: dict[str, Any]) -> list[Row]:
         _check_numbers(columns[key], count)
     for key, types in _TYPES.items():
         _check_types(columns[key], count, types)
+    for text in {*columns["metadata"]} - {None}:
+        _check_metadata(text)
     digests, objects, codecs = columns["digests"], columns["objects"], columns["codecs"]
     _check_types([digests, objects, codecs, frames], 4, {bytes})
     if len(digests) != DIGEST_SIZE * count or len(codecs) != count or len(objects) % DIGEST_SIZE:
@@ -245,6 +252,27 @@ def _check_place(place: Place) -> None:
         raise ValueError("a blob is too large for a pack")
     if total > place.stored:
         raise ValueError("frames are longer than their object")
+
+
+def _check_metadata(text: str) -> None:
+    """Check that a reader can take the text, and `dump_metadata` what the text says."""
+    value = _METADATA.decode(text)
+    if type(value) is not dict:
+        raise ValueError("metadata is no dict")
+    if is_deep(value, text):
+        raise ValueError(f"metadata has more than {DEEPEST} levels")
+    if "\\u" in text:  # the only way to a surrogate, which is no UTF-8
+        json.dumps(value, ensure_ascii=False).encode()
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(number := float(text)):
+        return number
+    raise ValueError("metadata has a number that is not finite")
+
+
+# With both hooks NaN, Infinity and 1e999 are errors.
+_METADATA = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _children(columns: dict[str, Any]) -> list[Child]:

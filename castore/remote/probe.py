@@ -18,7 +18,7 @@ from typing import NamedTuple
 from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.remote.bucket import Bucket
 
-#: Where a probe writes, each in a folder of its own that it removes.
+#: Where a probe writes objects, which it removes. Their names begin with an id of the probe.
 PROBE = "probe/"
 _WRITERS = 8
 _ROUNDS = 2
@@ -99,7 +99,7 @@ class _Trial:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._folder = f"{PROBE}{uuid.uuid4().hex}/"
+        self._prefix = f"{PROBE}{uuid.uuid4().hex}-"
         self._keys: list[str] = []
         self._began = 0.0
         self.sentences: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class _Trial:
         return False
 
     def _key(self, name: str) -> str:
-        self._keys.append(self._folder + name)
+        self._keys.append(self._prefix + name)
         return self._keys[-1]
 
     def list_any(self) -> tuple[bool, str]:
@@ -134,7 +134,8 @@ class _Trial:
 
     def list_own(self) -> tuple[bool, float | None]:
         """Whether the first object is in a listing, and how the storage's clock goes."""
-        found = {listed.key: listed.modified for listed in self._bucket.listing(self._folder)}
+        listing = self._bucket.listing(PROBE)  # has what other probes write, too
+        found = {listed.key: listed.modified for listed in listing if listed.key.startswith(self._prefix)}
         if list(found) != [self.first]:
             return self._note(f"a listing of {self._bucket.url} does not have what was just written"), None
         # Most storages give whole seconds, rounded down.
@@ -216,7 +217,7 @@ class _Trial:
         try:
             self._bucket.delete(self._keys)
         except RemoteDeniedError as error:
-            return self._note(f"{error}; {len(self._keys)} small objects stay in {self._folder}")
+            return self._note(f"{error}; {len(self._keys)} small objects stay below {PROBE}")
         return True
 
 

@@ -296,19 +296,23 @@ class Remote:
             return tree.warm(check_prefix(prefix), shard, progress or (lambda done, total: None))
 
     def check(self, *, deep: bool = False, progress: Progress | None = None) -> Checked:
-        """Check that the bucket has all that its refs mean.
+        """Check that the bucket has all that its refs mean, and try out again what the storage can do.
+
+        The trial writes small objects below ``probe/`` and removes them, as `Store.add_remote` does. It only
+        reads if the remote was added with ``read_only``.
 
         Args:
             deep: read every object and compare its bytes with its digest. By default only listings and trees
                 are read.
             progress: with ``deep`` called with bytes that were read, and those of all objects.
         """
-        found = self._call("check", {"deep": deep}, progress)
+        found = self._call("check", {"deep": deep, "read_only": self.settings.read_only}, progress)
         problems, history = (
             [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found[kind]]
             for kind in ("problems", "history")
         )
-        return Checked(**found | {"problems": problems, "history": history})
+        lists = {"problems": problems, "history": history, "warnings": tuple(found["warnings"])}
+        return Checked(**found | lists)
 
     def gc(
         self,
@@ -332,7 +336,7 @@ class Remote:
                 which is not kept, or that a push may take.
             unused: seconds, or ``"30d"``, without a use after which a shared result is garbage; at least two
                 days, since uses are noted once a day. Default never.
-            dry_run: change nothing; ``condemned`` is what would be condemned.
+            dry_run: write nothing; ``condemned`` is what would be condemned. Ages go by this machine's clock.
             progress: called with bytes that were deleted, and those of all that are.
 
         Raises:

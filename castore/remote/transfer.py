@@ -103,11 +103,19 @@ class _Call:
             progress=_Progress(),
         )._asdict()
 
-    def check(self, deep: bool) -> dict[str, Any]:
+    def check(self, deep: bool, read_only: bool) -> dict[str, Any]:
         from castore.remote.check import check
+        from castore.remote.probe import probe
 
         progress = _Progress()
-        return check(self.bucket, self.pages, self.pool, deep=deep, progress=progress)._asdict()
+        found = check(self.bucket, self.pages, self.pool, deep=deep, progress=progress)
+        try:
+            warnings = probe(self.bucket, writes=not read_only).sentences
+        except (
+            RemoteError
+        ) as error:  # what was found counts, also if no more can be tried, on a full disk say
+            warnings = (str(error),)
+        return found._replace(warnings=warnings)._asdict()
 
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile

@@ -10,6 +10,9 @@ from castore.errors import InvalidValueError, SerializationError
 from castore.names import check_name
 from castore.records import DIGEST_SIZE, Buffer
 
+#: Levels of dicts and lists that metadata may have.
+DEEPEST = 100
+
 
 def parse_expected(expected: Any) -> tuple[str, bytes | None]:
     """Name and digest that a `Store.put_if` depends on.
@@ -90,6 +93,22 @@ def as_bytes(data: Buffer) -> Buffer:
     return data
 
 
+def is_deep(value: Any, text: str) -> bool:
+    """Whether a value has more than `DEEPEST` levels of dicts and lists, so that readers may not follow it.
+
+    Args:
+        value: JSON-like.
+        text: the value as JSON. Most texts have so few brackets that nobody needs to look at the value.
+    """
+    if text.count("{") + text.count("[") <= DEEPEST:
+        return False
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+        level = [part for part in inner if isinstance(part, dict | list | tuple)]
+    return bool(level)
+
+
 def dump_metadata(metadata: dict[str, Any] | None) -> str | None:
     """``metadata`` as JSON text, or None if there is none.
 
@@ -105,6 +124,8 @@ def dump_metadata(metadata: dict[str, Any] | None) -> str | None:
             raise TypeError("its keys must be text")
         text = json.dumps(metadata, sort_keys=True, ensure_ascii=False, allow_nan=False)
         text.encode()  # the index takes UTF-8 only
+        if is_deep(metadata, text):
+            raise ValueError(f"it has more than {DEEPEST} levels of dicts and lists")
     except UnicodeEncodeError as error:
         raise SerializationError(
             f"metadata must be JSON-like: {error.object[error.start]!r} cannot be written as UTF-8"

@@ -8,7 +8,6 @@ file, dead bytes at the end of a pack, or an object without a row: gc removes al
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -39,7 +38,7 @@ from castore.objects.encode import (
     slices,
 )
 from castore.objects.packs import PACK_LIMIT
-from castore.records import AWAY, LOOSE, Blob, Buffer, Entry, EntrySpec
+from castore.records import AWAY, LOOSE, Blob, Buffer, Entry, EntrySpec, parse_metadata
 from castore.units import format_size
 from castore.write.incoming import IncomingBlob, write_all
 from castore.write.open_pack import OpenPack
@@ -348,11 +347,10 @@ def _place_known(staged: Sequence[Staged], txn: Write) -> None:
 
 def _make_entry(spec: EntrySpec, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
     name, serializer, metadata, expires, _ = spec
-    decoded = json.loads(metadata) if metadata else {}
     digest = blob.digest.hex()
     return Entry(
-        name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer, decoded, pinned,
-        blob.pack == AWAY,
+        name, digest, blob.size, blob.stored, blob.codec, created, expires, now, serializer,
+        parse_metadata(metadata), pinned, blob.pack == AWAY,
     )  # fmt: skip
 
 

@@ -520,6 +520,27 @@ def test_check_tells_what_is_lost_and_repair_brings_it_back(cli: Cli, store: Sto
     assert cli("remote", "check", "nobody").code == 1
 
 
+def test_check_warns_of_what_the_storage_cannot_do(
+    cli: Cli, store: Store, team: str, tmp_path: Path, url: str
+) -> None:
+    store.put("a", b"bytes")
+    cli("push")
+    assert cli("remote", "check", team).err == ""
+    probe = tmp_path / "the bucket" / "probe"
+    probe.rmdir()  # which is empty
+    probe.write_bytes(b"no folder, so nothing can be tried below it")
+    ran = cli("remote", "check", team)
+    assert (ran.code, ran.out) == (0, "1 ref, 3 objects, 0 problems\n")
+    assert ran.err.startswith("castore: remote 'team': ")
+    assert ran.err.count("\n") == 1
+    assert "a file lies in the way" in ran.err
+    found = cli("remote", "check", team, "--json")
+    assert (found.code, found.json["problems"]) == (0, [])
+    assert ["a file lies in the way" in sentence for sentence in found.json["warnings"]] == [True]
+    know(store, "readable", url, read_only=True)
+    assert cli("remote", "check", "readable").err == "", "a trial that only reads"
+
+
 def test_a_remote_in_the_stores_own_folder_is_refused(cli: Cli, store: Store) -> None:
     for place in (store.path, store.path / "objects" / "x"):
         ran = cli("remote", "add", "team", place.as_uri())
@@ -678,6 +699,39 @@ def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other:
     assert cli("remote", "rm", "team").code == 0
     assert "kept by name" not in cli("gc", "--max-size", "0").out
     assert cli("ls").out == ""
+
+
+def test_a_large_blob_of_which_a_part_is_here_says_so(
+    cli: Cli, store: Store, team: str, other: Store
+) -> None:
+    large = noise(6 << 20)
+    other.put_many([("set/large", large), ("set/small", b"1")])
+    other.push(to="theirs")
+    assert cli("pull", "main", "--lazy").code == 0
+
+    def columns() -> list[str]:
+        return [line[10:19].strip() for line in cli("ls", "-l", "set").out.splitlines()]
+
+    assert columns() == ["STORED", "away", "away"]
+    found = cli("stat", "set/large", "--json").json
+    assert (found["remote"], found["there"] >= len(large), found["here"]) == (team, True, 0)
+    with store.open("set/large") as file:
+        assert file.read(10) == large[:10]
+    end_fetcher(store)
+    found = cli("stat", "set/large", "--json").json
+    assert (found["away"], found["stored"]) == (True, 0)
+    assert 1 << 20 <= found["here"] < found["there"]
+    share = 100 - 100 * found["here"] // found["there"]
+    assert columns() == ["STORED", f"{share}% away", "away"]
+    told = cli("stat", "set/large").out
+    assert f"\nremote      {team}\n" in told
+    assert re.search(rf"\nthere       6.3 MB \({found['there']:,} bytes\)\nhere        .* bytes\)\n", told)
+    blob = cli("stat", found["digest"], "--json").json
+    assert [blob[key] for key in ("remote", "there", "here")] == [team, found["there"], found["here"]]
+    assert cli("get", "set/large", "-o", "large").code == 0
+    assert columns() == ["STORED", "0% away", "away"]
+    assert cli("cat", "set/small").raw == b"1"
+    assert "remote" not in cli("stat", "set/small", "--json").json
 
 
 def test_an_interrupt_of_warm_does_not_wait_for_a_limited_link(

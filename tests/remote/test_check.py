@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from castore import InvalidValueError, Remote, RemoteDeniedError, RemoteError, Store
 from tests.helpers import noise
 from tests.remote.nodes import know, move
+from tests.remote.servers import READER, READERS_SECRET, Place, environment
 from tests.remote.test_transfer import ENVIRONMENT
 
 
@@ -72,7 +74,7 @@ def test_a_whole_bucket_has_no_problem_and_what_no_ref_means_is_counted(
     assert seen[-1] == (sum(path.stat().st_size for path in whole),) * 2
     (bucket / "objects" / "ab").mkdir(exist_ok=True)
     (bucket / "objects" / "ab" / ("ab" * 32)).write_bytes(b"of a push that was killed")
-    assert remote.check()[3:] == (1, 25, [])
+    assert remote.check()[3:] == (1, 25, [], ())
 
 
 @pytest.mark.parametrize(
@@ -182,21 +184,20 @@ def test_a_store_that_repaired_a_ref_deletes_none_of_its_names_later(
 def test_objects_that_only_older_commits_need_are_listed_apart(
     store: Store, remote: Remote, bucket: Path
 ) -> None:
-    store.put("small/0", b"newer")
+    [lost] = [path for path in files(bucket, "objects") if path.stat().st_size > 1_900_000]
     store.put("large", noise(2_000_000, 9))
-    remote.push()
-    [newest, former] = remote.log()
-    objects = files(bucket, "objects")
-    lost = min(objects, key=lambda path: path.stat().st_mtime)
-    users = {"large", "other"}
+    for ref in ("main", "second"):
+        remote.push(ref=ref)
+    former = remote.log()[-1].commit
     lost.unlink()
     checked = remote.check()
-    found = [*checked.problems, *checked.history]
-    assert [problem.key.rpartition("/")[2] for problem in found if problem.key] == [lost.name]
-    assert set(found[0].names) <= users
-    if checked.history:
-        assert former.commit[:12] in checked.history[0].why
-        assert newest.commit[:12] not in checked.history[0].why
+    assert checked.problems == []
+    [problem] = checked.history
+    assert (problem.key or "").endswith(lost.name)
+    assert problem.names == ("large",)
+    assert former[:12] in problem.why
+    assert remote.repair(checked) == []
+    assert remote.check().history == [problem]
 
 
 def test_files_of_others_beside_the_refs_are_passed_over(remote: Remote, bucket: Path) -> None:
@@ -215,6 +216,22 @@ def test_a_note_that_no_commit_can_have_is_refused(remote: Remote, note: Any) ->
         remote.push(note=note)
     remote.push(ref="noted", note="é" * 32_768)
     assert remote.log("noted")[0].note == "é" * 32_768
+
+
+def test_a_key_that_may_not_write_is_a_warning_and_no_problem(seaweedfs: Place, tmp_path: Path) -> None:
+    reader = {"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READERS_SECRET}
+    with Store(tmp_path / "one", memory=0) as one:
+        with environment(seaweedfs.environment):
+            one.put("name", b"1")
+            team = one.add_remote("team", f"{seaweedfs.url}/{uuid.uuid4().hex}")
+            team.push()
+            assert team.check().warnings == ()
+        with environment({**seaweedfs.environment, **reader}):
+            checked = team.check()
+            assert checked.problems == []
+            [warning] = checked.warnings
+            assert "AccessDenied" in warning
+            assert one.add_remote("readable", team.url, read_only=True).check().warnings == ()
 
 
 def test_a_place_that_is_no_remote_is_an_error(remote: Remote, bucket: Path) -> None:

@@ -142,7 +142,7 @@ class NoVersions(FolderBucket):
 
 
 FAULTS: dict[str, tuple[Callable[[Path], FolderBucket], str, str]] = {
-    "no deletes": (NoDeletes, "deletes", "small objects stay in probe/"),
+    "no deletes": (NoDeletes, "deletes", "small objects stay below probe/"),
     "late listings": (LateListings, "lists", "does not have what was just written"),
     "denied listings": (DeniedListings, "lists", "no permission to list"),
     "a clock behind": (ClockBehind, "clock", "behind this machine's"),

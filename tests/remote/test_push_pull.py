@@ -20,9 +20,13 @@ from castore.errors import (
     RemoteError,
     RemoteMissingError,
 )
+from castore.remote import commits
 from castore.remote import pull as pulling
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
+from castore.remote.keys import commit_key, page_key
+from castore.remote.pages import Row, digest_of, encode_leaf
+from castore.remote.tree import Tree
 from tests.helpers import agrees_with_disk, mixed, noise, records, text
 from tests.remote.conftest import MakeNode
 
@@ -39,6 +43,36 @@ def fill(store: Store) -> None:
     store.put("again", mixed(3_000_000, len("zstd")), metadata={"epoch": 3, "ä": "ö"})
     store.save("object", {"a": [1, 2.5, None]})
     store.put("forever", b"x", ttl=NEVER)
+
+
+def put_tree(bucket: Bucket, rows: list[Row], ref: str) -> None:
+    """Have a ref with these rows, whatever they say."""
+    page = encode_leaf(rows)
+    bucket.put(page_key(digest_of(page)), page)
+    commit = commits.encode_commit(
+        commits.Commit(digest_of(page), None, time.time(), "somebody", "", len(rows), 1)
+    )
+    bucket.put(commit_key(digest_of(commit)), commit)
+    assert commits.move_ref(bucket, ref, commits.read_ref(bucket, ref), digest_of(commit), time.time())
+
+
+@pytest.mark.parametrize("metadata", ["[" * 100_000, "{not json", '{"a":' + "9" * 5000 + "}"])
+def test_a_ref_with_metadata_that_cannot_be_is_refused_and_names_nothing(
+    node: MakeNode, bucket: Bucket, metadata: str
+) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("a", b"x", metadata={"a": 1})
+    one.push()
+    head = commits.read_ref(bucket, "main")
+    assert head is not None
+    [row] = Tree(commits.read_commit(bucket, head.commit).tree, one.pages.read).rows()
+    put_tree(bucket, [row._replace(metadata=metadata)], "evil")
+    for lazy in (None, "team"):
+        with pytest.raises(CorruptError, match="none that castore wrote"):
+            two.pull(ref="evil", lazy=lazy)
+    assert list(two.store.entries()) == []
+    two.pull(lazy="team")
+    assert [entry.metadata for entry in two.store.entries()] == [{"a": 1}]
 
 
 def test_what_one_store_pushes_another_pulls(node: MakeNode) -> None:

@@ -25,7 +25,7 @@ from castore.remote.page_cache import PageCache
 from tests.helpers import flip, noise
 from tests.mount.conftest import until
 from tests.remote.conftest import MakeNode
-from tests.remote.servers import Place, environment
+from tests.remote.servers import READER, READERS_SECRET, Place, environment
 
 DAY = 86_400.0
 
@@ -262,6 +262,31 @@ def test_a_state_that_is_no_state_is_told_and_nothing_is_pushed(
     other.store.put("more", b"7")
     with pytest.raises(RemoteError, match="gc/state"):
         other.push()
+
+
+def test_a_dry_run_needs_a_readers_key_only(seaweedfs: Place, tmp_path: Path) -> None:
+    reader = {"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READERS_SECRET}
+    with Store(tmp_path / "one") as one:
+        with environment(seaweedfs.environment):
+            one.put("name", b"1")
+            team = one.add_remote("team", f"{seaweedfs.url}/{uuid.uuid4().hex}")
+            team.push()
+        with environment({**seaweedfs.environment, **reader}):
+            assert team.gc(dry_run=True) == (0, 0, 0, 0, None)
+            assert one.add_remote("readable", team.url, read_only=True).gc(dry_run=True).condemned == 0
+            with pytest.raises(RemoteDeniedError):
+                team.gc()
+
+
+def test_a_dry_run_writes_nothing_into_a_folder(shrunk: Store, bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put(object_key(bytes(32), packed=False), b"of an interrupted push")
+    age(tmp_path / "bucket", 4 * DAY)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "bucket").rglob("*")}
+    with ThreadPoolExecutor(4) as pool:
+        pages = PageCache(shrunk.path, bucket, pool, (0o700, 0o600))
+        found = collect(bucket, pages, keep_commits=1, grace=DAY, dry_run=True)
+    assert found.condemned > 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "bucket").rglob("*")} == before
 
 
 def test_gc_of_object_storage_by_the_door(seaweedfs: Place, tmp_path: Path) -> None:

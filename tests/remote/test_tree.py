@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -15,6 +16,7 @@ from castore.errors import CorruptError
 from castore.remote import tree as trees
 from castore.remote.pages import FRAME, Place, Row, decode, digest_of, encode_leaf
 from castore.remote.tree import Tree, build, difference, edit
+from castore.write.arguments import dump_metadata
 
 
 def row(name: str, seed: int = 0, frames: int = 1) -> Row:
@@ -170,6 +172,15 @@ def test_a_page_that_lies_under_its_own_digest_is_refused_or_sound() -> None:
         row("a")._replace(digest=b"short"),
         row("a")._replace(serializer=None),  # type: ignore[arg-type]
         row("a")._replace(metadata=5),  # type: ignore[arg-type]
+        row("a")._replace(metadata="[" * 100_000),
+        row("a")._replace(metadata='{"a":' + "[" * 100 + "]" * 100 + "}"),
+        row("a")._replace(metadata="{not json"),
+        row("a")._replace(metadata="[1,2]"),
+        row("a")._replace(metadata=""),
+        row("a")._replace(metadata='{"a":' + "9" * 5000 + "}"),
+        row("a")._replace(metadata='{"a":NaN}'),
+        row("a")._replace(metadata='{"a":1e999}'),
+        row("a")._replace(metadata='{"a":"\\udc80"}'),
         row("a")._replace(created="now"),  # type: ignore[arg-type]
         row("a")._replace(place=row("a").place._replace(offset=-1)),
         row("a")._replace(place=row("a").place._replace(stored=10)),
@@ -182,6 +193,14 @@ def test_a_row_that_cannot_be_is_refused(bad: Row) -> None:
     data = encode_leaf([bad])
     with pytest.raises(CorruptError, match="none that castore wrote"):
         decode(data, digest_of(data))
+
+
+def test_metadata_comes_as_it_was_written() -> None:
+    metadata = {"a": [[{"b": 1.5e300}]] * 100, "ü\n": "\\u", "c": None}
+    texts = [None, "{}", dump_metadata(metadata), json.dumps(metadata)]
+    rows = [row(f"{number}")._replace(metadata=text) for number, text in enumerate(texts)]
+    data = encode_leaf(rows)
+    assert decode(data, digest_of(data)).rows == rows
 
 
 def test_names_out_of_order_or_twice_are_refused() -> None:

@@ -322,6 +322,7 @@ ROWS = {
     "references that are off": "UPDATE blobs SET refs = 5",
     "released digests that are too short": "INSERT INTO released (digests) VALUES (x'0011')",
     "a number for released digests": "INSERT INTO released (digests) VALUES (5)",
+    "an entry's metadata without end": "UPDATE entries SET metadata = replace(hex(zeroblob(9999)), '0', '[')",
 }
 
 
