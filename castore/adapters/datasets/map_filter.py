@@ -28,12 +28,9 @@ from castore.adapters.datasets.steps import operator_name
 from castore.adapters.datasets.streams import keep_calls
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
-from castore.keys.encoder import key
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
-# Counts in the keys of calls of streams.
-_STREAM_VERSION = 1
 # Arguments that decide where and how the work is done, not its result.
 _IGNORED_ARGUMENTS = {
     "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
@@ -138,9 +135,9 @@ def _run_cached(
         stream = getattr(dataset, kind)(function, **given)
         if function is None:
             return stream
-        keywords = operator_fingerprint(arguments["fn_kwargs"] or {}, f"{kind}(..., fn_kwargs=...)")
-        digits = key({"version": _STREAM_VERSION, "operator": description.fingerprint, "keywords": keywords})
-        kept = KeptCalls(store, name, digits, options)
+        # A keyword without a hash is an error here, not in the first pass.
+        operator_fingerprint(arguments["fn_kwargs"] or {}, f"{kind}(..., fn_kwargs=...)")
+        kept = KeptCalls(store, name, kind, fingerprint, options)
         keep_calls(stream, kept, rowwise=rowwise and arguments["batched"])
         return stream
     source = dataset_fingerprint(dataset, store)
