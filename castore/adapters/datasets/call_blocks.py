@@ -43,7 +43,7 @@ from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import states_named_by
 from castore.adapters.datasets.operator_description import identify
 from castore.adapters.datasets.operator_keys import operator_fingerprint
-from castore.adapters.datasets.rowwise import check_alike, tried_rows
+from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, tried_rows
 from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
 from castore.errors import (
     CacheWarning,
@@ -103,8 +103,8 @@ class KeptCalls:
         self, store: Store, title: str, kind: str, given: str | None, options: StorageOptions
     ) -> None:
         self.title = title
-        #: Keys of the functions, said to be row-wise, that have been tried in this process.
-        self.tried: set[bytes] = set()
+        #: Rows of the largest batch on which a function that is said to be row-wise was tried, by its key.
+        self.tried: dict[bytes, int] = {}
         self._store = store
         self._kind = kind
         self._given = given
@@ -302,11 +302,13 @@ class Pass:
         is_argument = any(item[0] for item in found if not isinstance(item, _Slot))
         if slots:
             part = arguments if not pieces else pick_rows(arguments, list(slots))
-            self._try_rowwise(part, keywords)
+            picked = self._to_try(part, len(slots))
             before, began = Before.of(part, pack_arguments(part)), time.perf_counter()
             output = self._function(*part, **keywords)
             seconds = (time.perf_counter() - began) / len(slots)
             made = split_result(output, len(slots), title)
+            if picked is not None:
+                self._try_rowwise(picked, made, keywords)
             pieces.update(zip(slots, made, strict=True))
             for slot, record in zip(slots.values(), self._records(before, part, output, made), strict=True):
                 self._end(slot, record, seconds)
@@ -316,34 +318,29 @@ class Pass:
         joined = join_results([pieces[place] for place in range(len(found))], title)
         return _give(is_argument, joined, arguments)
 
-    def _try_rowwise(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Run some rows together and one by one, once in a process.
+    def _to_try(self, arguments: Sequence[Any], count: int) -> Packed | None:
+        """The rows of a batch that are tried alone, before the function may change them; None for none."""
+        if self._key is None or not is_worth_trying(count, self._kept.tried.get(self._key, 0)):
+            return None
+        self._kept.tried[self._key] = count
+        return pack_arguments(pick_rows(arguments, tried_rows(count)))
+
+    def _try_rowwise(self, picked: Packed, made: list[Any], keywords: dict[str, Any]) -> None:
+        """Run some rows of a batch alone, and compare them with the results for the batch.
 
         Raises:
             InvalidValueError: the results differ.
         """
-        rows = rows_of(arguments) or []
-        if self._key is None or self._key in self._kept.tried or len(rows) < 2:
-            return
-        self._kept.tried.add(self._key)
-        places = tried_rows(len(rows))
-        title, count = self._kept.title, len(places)
-        first = pack_arguments(pick_rows(arguments, places))  # the function may change its input
-        together = self._function(*unpack_arguments(first), **keywords)
-        alone = [
-            self._function(*pick_rows(unpack_arguments(first), [place]), **keywords) for place in range(count)
-        ]
-        one = split_result(together, count, title)
-        other = [split_result(output, 1, title)[0] for output in alone]
-        for place in range(count):
-            values = [item if isinstance(item, dict) else {"": item} for item in (one[place], other[place])]
-            for column in {**values[0], **values[1]}:
-                check_alike(
-                    title,
-                    column,
-                    f"row {places[place]} of a batch",
-                    *(_plain(item.get(column)) for item in values),
-                )
+        title = self._kept.title
+        for number, place in enumerate(tried_rows(len(made))):
+            output = self._function(*pick_rows(unpack_arguments(picked), [number]), **keywords)
+            [alone] = split_result(output, 1, title)
+            one, other = (
+                item if isinstance(item, dict) else {"its result": item} for item in (made[place], alone)
+            )
+            for column in {**one, **other}:
+                values = _plain(one.get(column)), _plain(other.get(column))
+                check_alike(title, column, f"row {place} of a batch", *values)
 
     def close(self) -> None:
         """Keep what is there. Later, where the iteration has been ended inside a call of the store."""

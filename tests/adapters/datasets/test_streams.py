@@ -449,7 +449,7 @@ def test_a_rowwise_batch_pays_for_its_new_rows_and_other_batch_sizes_for_none(st
         assert rows_of(mapped) == expected
         return ran()
 
-    assert run(60, 7) == 60 + 2 * 4, "four rows are tried together, and one by one"
+    assert run(60, 7) == 60 + 7, "the rows of the first batch are tried alone"
     assert run(60, 13) == 0
     assert run(61, 13) == 1
 
@@ -463,11 +463,41 @@ def test_rows_far_from_the_first_are_tried_too(store: Store) -> None:
             list(cached_map(rows, late, store=store, batched=True, rowwise=True))
 
 
+def test_a_function_that_leaves_out_what_a_batch_has_twice_is_not_rowwise(store: Store) -> None:
+    def is_new(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        seen: set[int] = set()
+        return {"new": [not (n % 12 in seen or seen.add(n % 12)) for n in samples["number"]]}  # type: ignore[func-returns-value]
+
+    def is_in_a_large_batch(samples: dict[str, list[Any]]) -> list[bool]:
+        return [len(samples["number"]) > 20] * len(samples["number"])
+
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True}
+    with pytest.raises(InvalidValueError, match=r"is_new is .*'new' of row 12 .* False in .* True alone"):
+        rows_of(cached_map(from_python(), is_new, batch_size=13, **given))
+    with pytest.raises(InvalidValueError, match=r"is_in_a_large_batch is .* True in .* False alone"):
+        rows_of(cached_filter(from_python(), is_in_a_large_batch, **given))
+    assert not list(store.entries(CALLS_FOLDER))
+
+
+def test_a_small_batch_does_not_keep_a_larger_one_from_being_tried(store: Store) -> None:
+    def is_small(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"small": [len(samples["number"]) < 10] * len(samples["number"])}
+
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True}
+    rows_of(cached_map(from_python(58, shards=1), is_small, batch_size=6, **given))
+    found = iter(cached_map(from_python(100, shards=1), is_small, batch_size=20, **given))
+    assert all(row["small"] for row in itertools.islice(found, 60)), "two rows of the third batch are new"
+    with pytest.raises(InvalidValueError, match="is_small is said to be row-wise"):
+        next(found)
+
+
 def test_a_function_that_is_not_rowwise_is_an_error_with_the_values(store: Store) -> None:
     def sums(samples: dict[str, list[Any]]) -> dict[str, Any]:
         return {"sum": [sum(samples["number"])] * len(samples["number"])}
 
-    with pytest.raises(InvalidValueError, match=r"sums is said to be row-wise.*'sum'.* is 129 .* and 0"):
+    with pytest.raises(
+        InvalidValueError, match=r"sums is said to be row-wise.*'sum' of row 0 .* is 2145 .* and 0 "
+    ):
         list(cached_map(from_python(), sums, store=store, batched=True, rowwise=True))
     given = {"batched": True, "rowwise": True, "remove_columns": from_arrow().column_names}
     with pytest.raises(InvalidValueError, match="groups is said to be row-wise"):
