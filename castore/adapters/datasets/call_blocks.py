@@ -13,7 +13,11 @@ A block ends:
 - with a shard, and with a pass that is broken off;
 - after some seconds of the function's work, which a kill would lose.
 
+The function may refer to what changes while a stream lives: a global, an attribute of an object. So a pass
+takes the function's fingerprint when it begins, and once more before it keeps what the function has returned.
+
 Must never give the result of a call whose arguments differ, nor keep one that would not come back exactly.
+Must never keep one of a function that has become another meanwhile.
 """
 
 from __future__ import annotations
@@ -42,10 +46,19 @@ from castore.adapters.datasets.call_values import (
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import states_named_by
-from castore.adapters.datasets.rowwise import check_alike, tried_rows
+from castore.adapters.datasets.operator_description import identify
+from castore.adapters.datasets.operator_keys import operator_fingerprint
+from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, tried_rows
 from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
-from castore.errors import CacheWarning, CorruptError, FullError, SerializationError, TooLargeError
-from castore.keys.encoder import fingerprint
+from castore.errors import (
+    CacheWarning,
+    CorruptError,
+    FullError,
+    SerializationError,
+    TooLargeError,
+    UnhashableError,
+)
+from castore.keys.encoder import fingerprint, key
 from castore.serialize.serializers import dump, load
 from castore.store import Store
 
@@ -57,7 +70,11 @@ TARGET_BYTES, TARGET_CALLS = 1 << 21, 2000
 TARGET_SECONDS = 5.0
 # A block has no more than so many times the target.
 _MOST = 4
+# A pass works so many times as long as the function's last fingerprint took before it takes the next one.
+_BETWEEN_FINGERPRINTS = 20
 _DIGEST = 16
+# Counts in keys.
+_VERSION = 1
 
 
 class Block(NamedTuple):
@@ -82,25 +99,39 @@ class KeptCalls:
     Args:
         store: the store.
         title: the function's name, for warnings.
-        key: hexadecimal digits of all that a result depends on beside the arguments of its call.
+        kind: ``"map"`` or ``"filter"``, for errors.
+        given: identifies the function, in place of its code and state.
         options: how blocks are stored.
     """
 
-    def __init__(self, store: Store, title: str, key: str, options: StorageOptions) -> None:
+    def __init__(
+        self, store: Store, title: str, kind: str, given: str | None, options: StorageOptions
+    ) -> None:
         self.title = title
-        #: Whether a function that is declared row-wise has been tried in this process.
-        self.is_tried = False
+        #: Rows of the largest batch on which a function that is declared row-wise was tried, by its key.
+        self.tried: dict[bytes, int] = {}
         self._store = store
-        self._key = bytes.fromhex(key)
+        self._kind = kind
+        self._given = given
         self._options = options
         self._warned: set[str] = set()
 
     def __deepcopy__(self, memo: object) -> KeptCalls:
         return self  # `datasets` copies what it interleaves; the blocks are the same
 
-    def find(self, digest: bytes) -> Block | None:
+    def key(self, function: Callable[..., Any], keywords: dict[str, Any]) -> bytes:
+        """The digest of all that a result depends on now, beside the arguments of its call.
+
+        Raises:
+            UnhashableError: a part of the function or of a keyword has no stable hash.
+        """
+        operator = identify(function, self.title, self._given)
+        passed = operator_fingerprint(keywords, f"{self._kind}(..., fn_kwargs=...)")
+        return bytes.fromhex(key({"version": _VERSION, "operator": operator, "keywords": passed}))
+
+    def find(self, key: bytes, digest: bytes) -> Block | None:
         """The block whose first call has that digest, if it is kept and intact."""
-        data = self._store.get(self._name(digest))
+        data = self._store.get(_name(key, digest))
         if data is None:
             return None
         try:
@@ -112,11 +143,11 @@ class KeptCalls:
             return None
         return Block(digests, records)
 
-    def keep(self, block: Block) -> bool:
+    def keep(self, key: bytes, block: Block) -> bool:
         """Keep a block; False, with a warning, if the store has no room."""
-        name = self._name(block.digest(0))
+        name = _name(key, block.digest(0))
         # Another pass began at the same row at the same time, and came further.
-        there = self.find(block.digest(0)) if self._store.entry(name) is not None else None
+        there = self.find(key, block.digest(0)) if self._store.entry(name) is not None else None
         if there is not None and there.begins_as(block):
             return True
         try:
@@ -139,8 +170,9 @@ class KeptCalls:
             self._warned.add(about)
             warnings.warn(text, CacheWarning, stacklevel=2)
 
-    def _name(self, digest: bytes) -> str:
-        return f"{CALLS_FOLDER}/{blake3(self._key + digest).hexdigest()[:40]}"
+
+def _name(key: bytes, digest: bytes) -> str:
+    return f"{CALLS_FOLDER}/{blake3(key + digest).hexdigest()[:40]}"
 
 
 class _Call(NamedTuple):
@@ -166,12 +198,14 @@ class _NewBlock:
     """A block that is being made.
 
     Attributes:
+        key: the function's key when the block began.
         slots: its calls.
         awaited: how many of these have not returned.
         size, seconds: bytes of the results, and the time that the function took.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes | None) -> None:
+        self.key = key
         self.slots: list[_Slot] = []
         self.awaited = 0
         self.size, self.seconds = 0, 0.0
@@ -199,19 +233,31 @@ class Pass:
     Args:
         kept: the kept calls.
         function: the function.
+        present: returns the function's present key, as `KeptCalls.key`.
         shard: returns what distinguishes the present shard of the stream from others: blocks end with it, so
             that they are found when shards come in another order.
     """
 
-    def __init__(self, kept: KeptCalls, function: Callable[..., Any], shard: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        kept: KeptCalls,
+        function: Callable[..., Any],
+        present: Callable[[], bytes],
+        shard: Callable[[], Any],
+    ) -> None:
         self._kept = kept
         self._function = function
+        self._present = present
+        self._key = self._take_key()
         self._shard = shard
         self._at: Any = None
         self._found: Block | None = None
         self._next = 0
         self._new: _NewBlock | None = None
         self._unkept: dict[_NewBlock, None] = {}  # in order
+        self._whole: dict[bytes, _NewBlock] = {}  # by the first digest; not kept yet
+        self._whole_size = 0
+        self._has_run = False
         self._has_room = True
         self._process = os.getpid()
         keep_left_over()
@@ -261,11 +307,13 @@ class Pass:
         is_argument = any(item[0] for item in found if not isinstance(item, _Slot))
         if slots:
             part = arguments if not pieces else pick_rows(arguments, list(slots))
-            self._try_rowwise(part, keywords)
+            picked = self._to_try(part, len(slots))
             before, began = Before.of(part, pack_arguments(part)), time.perf_counter()
             output = self._function(*part, **keywords)
             seconds = (time.perf_counter() - began) / len(slots)
             made = split_result(output, len(slots), title)
+            if picked is not None:
+                self._try_rowwise(picked, made, keywords)
             pieces.update(zip(slots, made, strict=True))
             for slot, record in zip(slots.values(), self._records(before, part, output, made), strict=True):
                 self._end(slot, record, seconds)
@@ -275,34 +323,29 @@ class Pass:
         joined = join_results([pieces[place] for place in range(len(found))], title)
         return _give(is_argument, joined, arguments)
 
-    def _try_rowwise(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Run some rows together and one by one, once in a process.
+    def _to_try(self, arguments: Sequence[Any], count: int) -> Packed | None:
+        """The rows of a batch that are tried alone, before the function may change them; None for none."""
+        if self._key is None or not is_worth_trying(count, self._kept.tried.get(self._key, 0)):
+            return None
+        self._kept.tried[self._key] = count
+        return pack_arguments(pick_rows(arguments, tried_rows(count)))
+
+    def _try_rowwise(self, picked: Packed, made: list[Any], keywords: dict[str, Any]) -> None:
+        """Run some rows of a batch alone, and compare them with the results for the batch.
 
         Raises:
             InvalidValueError: the results differ.
         """
-        rows = rows_of(arguments) or []
-        if self._kept.is_tried or len(rows) < 2:
-            return
-        self._kept.is_tried = True
-        places = tried_rows(len(rows))
-        title, count = self._kept.title, len(places)
-        first = pack_arguments(pick_rows(arguments, places))  # the function may change its input
-        together = self._function(*unpack_arguments(first), **keywords)
-        alone = [
-            self._function(*pick_rows(unpack_arguments(first), [place]), **keywords) for place in range(count)
-        ]
-        one = split_result(together, count, title)
-        other = [split_result(output, 1, title)[0] for output in alone]
-        for place in range(count):
-            values = [item if isinstance(item, dict) else {"": item} for item in (one[place], other[place])]
-            for column in {**values[0], **values[1]}:
-                check_alike(
-                    title,
-                    column,
-                    f"row {places[place]} of a batch",
-                    *(_plain(item.get(column)) for item in values),
-                )
+        title = self._kept.title
+        for number, place in enumerate(tried_rows(len(made))):
+            output = self._function(*pick_rows(unpack_arguments(picked), [number]), **keywords)
+            [alone] = split_result(output, 1, title)
+            one, other = (
+                item if isinstance(item, dict) else {"its result": item} for item in (made[place], alone)
+            )
+            for column in {**one, **other}:
+                values = _plain(one.get(column)), _plain(other.get(column))
+                check_alike(title, column, f"row {place} of a batch", *values)
 
     def close(self) -> None:
         """Keep what is there. Later, where the iteration has been ended inside a call of the store."""
@@ -314,12 +357,34 @@ class Pass:
         _open.discard(self)
         self._cut()
         for block in list(self._unkept):
-            self._keep(block)
+            self._finish(block)
+        self._keep()
 
     # Finding
 
+    def _take_key(self) -> bytes | None:
+        """The function's present key; None, with a warning, if it has none any more."""
+        began = time.perf_counter()
+        try:
+            return self._present()
+        except UnhashableError as error:
+            self._warn_inexact(str(error))
+            return None
+        finally:
+            self._key_taken = time.perf_counter()
+            self._key_took = self._key_taken - began
+
+    def _renew_key(self) -> bytes | None:
+        """Take the function's present key for the calls that follow, in blocks of their own if it changed."""
+        key = self._take_key()
+        if key != self._key:
+            self._key, self._found, self._new = key, None, None
+        return key
+
     def _identify(self, arguments: Sequence[Any]) -> _Call | None:
-        """The identity of a call; None, with a warning, if its arguments have no exact bytes."""
+        """The identity of a call; None, with a warning, if the function or its arguments have none."""
+        if self._key is None:
+            return None
         try:
             packed = pack_arguments(arguments)
         except SerializationError as error:
@@ -344,7 +409,11 @@ class Pass:
             self._found = None
         if self._new is not None:
             return None
-        self._found, self._next = self._kept.find(call.digest), 1
+        if call.digest in self._whole:
+            self._keep()
+        if self._key is None:
+            return None
+        self._found, self._next = self._kept.find(self._key, call.digest), 1
         return None if self._found is None else self._load(self._found.records[0])
 
     def _load(self, record: bytes) -> tuple[bool, Any] | None:
@@ -359,7 +428,7 @@ class Pass:
     def _begin(self, call: _Call) -> _Slot:
         """A place for the result of a call that is not kept."""
         if self._new is None:
-            self._new = _NewBlock()
+            self._new = _NewBlock(self._key)
             self._unkept[self._new] = None
         slot = _Slot(self._new, call.digest)
         self._new.slots.append(slot)
@@ -394,23 +463,51 @@ class Pass:
         block.awaited -= 1
         block.size += _DIGEST + len(record or b"")
         block.seconds += seconds
+        if not self._has_run:
+            self._has_run = True
+            self._renew_key()  # the first call may have loaded what the function needs
         if self._new is block and (record is None or block.is_full()):
             self._new = None
         if self._new is not block and not block.awaited:
-            self._keep(block)
+            self._finish(block)
 
     def _cut(self) -> None:
         """End the present block."""
         block, self._new = self._new, None
         if block is not None and not block.awaited:
-            self._keep(block)
+            self._finish(block)
 
-    def _keep(self, block: _NewBlock) -> None:
+    def _finish(self, block: _NewBlock) -> None:
+        """Keep a block that is whole, at once unless the function's fingerprint takes long."""
         self._unkept.pop(block, None)
-        for part in block.parts():
-            # A store that is full stays so until the next pass: other results would give way to these.
-            self._has_room = self._has_room and self._kept.keep(part)
-        block.slots.clear()  # they refer to the block: the results would stay until Python collects cycles
+        if block.slots[0].digest in self._whole:
+            self._keep()
+        self._whole[block.slots[0].digest] = block
+        self._whole_size += block.size
+        waited = time.perf_counter() - self._key_taken
+        enough = min(_BETWEEN_FINGERPRINTS * self._key_took, TARGET_SECONDS)
+        if waited >= enough or self._whole_size >= _MOST * TARGET_BYTES:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep the whole blocks, but not those in which the function has become another one."""
+        blocks, self._whole, self._whole_size = list(self._whole.values()), {}, 0
+        if not blocks:
+            return
+        key = self._renew_key()
+        for block in blocks:
+            if key is not None and block.key == key:
+                for part in block.parts():
+                    # A store that is full stays so until the next pass: other results would give way.
+                    self._has_room = self._has_room and self._kept.keep(key, part)
+            elif key is not None:
+                self._kept.warn(
+                    "changed",
+                    f"some results of {self._kept.title!r} are not kept, and it runs again for these rows: a "
+                    "value that it refers to changed meanwhile; load such a value under functools.cache, or "
+                    "leave it out with __getstate__",
+                )
+            block.slots.clear()  # they refer to the block: results would stay until Python collects cycles
 
     def _warn_inexact(self, why: str) -> None:
         self._kept.warn("exact", f"results of {self._kept.title!r} are not kept, and it runs again: {why}")

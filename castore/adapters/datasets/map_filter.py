@@ -9,6 +9,7 @@ Arguments that cannot change it are ignored: `num_proc` (unless ranks are used, 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,14 @@ from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
-from castore.adapters.datasets.rowwise import check_alike, tried_rows
+from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, parts_of, tried_rows
 from castore.adapters.datasets.steps import operator_name
 from castore.adapters.datasets.streams import keep_calls
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
-from castore.keys.encoder import key
 from castore.objects.codecs import check_codec
 from castore.store import Store
 
-# Counts in the keys of calls of streams.
-_STREAM_VERSION = 1
 # Arguments that decide where and how the work is done, not its result.
 _IGNORED_ARGUMENTS = {
     "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
@@ -75,8 +73,8 @@ def cached_map(
             hashed. Pass another one when the function changes.
         codec: the codec of kept results.
         rowwise: a batched function treats each row alone, whatever rows are beside it in the batch. A row
-            that is inserted or deleted then costs its own block, and not all that follow. Some rows are
-            tried, both together and one by one.
+            that is inserted or deleted then costs its own block, and not all that follow. Some rows of a
+            batch are tried alone.
         **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs the function again.
             ``cache_file_name``, ``suffix_template`` and ``keep_in_memory`` are accepted and ignored, for they
             decide where `datasets` would keep its own copy.
@@ -138,9 +136,9 @@ def _run_cached(
         stream = getattr(dataset, kind)(function, **given)
         if function is None:
             return stream
-        keywords = operator_fingerprint(arguments["fn_kwargs"] or {}, f"{kind}(..., fn_kwargs=...)")
-        digits = key({"version": _STREAM_VERSION, "operator": description.fingerprint, "keywords": keywords})
-        kept = KeptCalls(store, name, digits, options)
+        # A keyword without a hash is an error here, not in the first pass.
+        operator_fingerprint(arguments["fn_kwargs"] or {}, f"{kind}(..., fn_kwargs=...)")
+        kept = KeptCalls(store, name, kind, fingerprint, options)
         keep_calls(stream, kept, rowwise=rowwise and arguments["batched"])
         return stream
     source = dataset_fingerprint(dataset, store)
@@ -212,10 +210,11 @@ def _in_blocks(
     if num_proc > 1 and drops:
         return None
 
-    is_untried = is_rowwise = is_batched and rowwise and not drops
+    is_rowwise = is_batched and rowwise and not drops
+    tried = 0
 
     def run(call: BlockCall) -> datasets.Dataset:
-        nonlocal is_untried
+        nonlocal tried
         if drops and call.first and len(call.rows) < size:
             return call.rows.select([])  # `map` gives rows back where it drops all of them
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
@@ -223,17 +222,24 @@ def _in_blocks(
         if call.features is not None:
             passed["features"] = call.features
         with loops_closed(function) as own:
-            called = _Numbered(own, call.first, bool(arguments["with_rank"])) if is_numbered else own
-            if is_untried:
-                _try_rowwise(kind, call, called, passed)
-                is_untried = False
-            return getattr(call.rows, kind)(
-                called,
-                **passed,
-                load_from_cache_file=False,
-                cache_file_name=str(call.file),
-                new_fingerprint=call.fingerprint,
-            )
+
+            def run_rows(places: Sequence[int], **more: Any) -> datasets.Dataset:
+                numbers = [call.first + place for place in places]
+                called = _Numbered(own, numbers, bool(arguments["with_rank"])) if is_numbered else own
+                rows = call.rows if len(places) == len(call.rows) else call.rows.select(places)
+                return getattr(rows, kind)(
+                    called,
+                    **{**passed, **more},
+                    load_from_cache_file=False,
+                    new_fingerprint=call.fingerprint,
+                )
+
+            result = run_rows(range(len(call.rows)), cache_file_name=str(call.file))
+            count = min(len(call.rows), size)
+            if is_rowwise and is_worth_trying(count, tried):
+                _try_rowwise(operator_name(function), kind, call, count, result, run_rows)
+                tried = count
+            return result
 
     has_features = kind == "filter" or arguments["features"] is not None
     # Features that are not known follow from the rows that `map` writes first.
@@ -251,48 +257,69 @@ def _in_blocks(
     )
 
 
-def _try_rowwise(kind: str, call: BlockCall, function: Any, arguments: dict[str, Any]) -> None:
-    """Run some rows of a block together and one by one.
+def _try_rowwise(
+    title: str,
+    kind: str,
+    call: BlockCall,
+    count: int,
+    result: datasets.Dataset,
+    run_rows: Callable[..., datasets.Dataset],
+) -> None:
+    """Run some rows of a block's first batch alone, and compare them with the block's result.
+
+    Args:
+        title: the function's name.
+        kind: ``"map"`` or ``"filter"``.
+        call: the block.
+        count: rows of its first batch.
+        result: the block's result.
+        run_rows: runs the step on the rows at some places of the block.
 
     Raises:
         InvalidValueError: the results differ.
     """
-    places = tried_rows(len(call.rows))
-    rows = call.rows.select(places)
-    passed = {
-        name: value for name, value in arguments.items() if name not in ("batch_size", "drop_last_batch")
-    }
-    together, alone = (
-        getattr(rows, kind)(
-            function, **passed, batch_size=size, keep_in_memory=True, load_from_cache_file=False,
-            new_fingerprint=call.fingerprint,
-        ).with_format(None)[:]
-        for size in (len(rows), 1)
-    )  # fmt: skip
-    numbers = ", ".join(str(call.first + place) for place in places)
-    for column in {**together, **alone}:
-        check_alike(
-            operator_name(function),
-            column,
-            f"rows {numbers}",
-            together.get(column),
-            alone.get(column),
-        )
+    places = tried_rows(count)
+    if kind == "filter":
+        alone = run_rows(places, batch_size=1, keep_in_memory=True)
+        kept, kept_alone = ({*part._indices.column(0).to_pylist()} for part in (result, alone))
+        for place in places:
+            row = f"row {call.first + place}"
+            check_alike(title, "its result", row, place in kept, place in kept_alone)
+        return
+    given = {"keep_in_memory": True, "features": result.features}
+    if len(result) == len(call.rows):
+        one, other = _values(result.select(places)), _values(run_rows(places, batch_size=1, **given))
+    else:  # rows have moved, so all rows of the batch have to run again to find them
+        parts = [_values(run_rows(part, batch_size=len(part), **given)) for part in parts_of(count)]
+        other = {column: [value for part in parts for value in part[column]] for column in parts[0]}
+        length = max(map(len, other.values()))
+        one = _values(result.select(range(min(length, len(result)))))
+    for column in {**one, **other}:
+        values = one.get(column, []), other.get(column, [])
+        if not len(values[0]) == len(values[1]) == len(places):
+            check_alike(title, column, f"rows {call.first} to {call.first + count - 1}", *values)
+            continue
+        for place, *pair in zip(places, *values, strict=True):
+            check_alike(title, column, f"row {call.first + place}", *pair)
+
+
+def _values(dataset: datasets.Dataset) -> dict[str, list[Any]]:
+    values: dict[str, list[Any]] = dataset.with_format(None)[:]
+    return values
 
 
 class _Numbered:
-    """A function that takes numbers of rows, on a block whose first row is not number 0."""
+    """A function that takes numbers of rows, on rows that have these numbers."""
 
-    def __init__(self, function: Any, first: int, has_rank: bool) -> None:
+    def __init__(self, function: Any, numbers: Sequence[int], has_rank: bool) -> None:
         self._function = function
-        self._first = first
+        self._numbers = numbers
         self._place = -2 if has_rank else -1
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         passed = list(arguments)
-        numbers = passed[self._place]
-        first = self._first
-        passed[self._place] = [first + n for n in numbers] if isinstance(numbers, list) else first + numbers
+        given, numbers = passed[self._place], self._numbers
+        passed[self._place] = [numbers[n] for n in given] if isinstance(given, list) else numbers[given]
         return self._function(*passed, **keywords)
 
 

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 from castore.errors import InvalidValueError
 
-# Rows that are tried one by one.
-_TRIED_ROWS = 4
+# Rows of a batch that are tried one by one.
+_TRIED_ROWS = 8
 # Characters of values in an error.
 _SHOWN = 80
+
+
+def is_worth_trying(count: int, tried: int) -> bool:
+    """Whether a batch of so many rows tells more than the largest one tried before, which had ``tried``."""
+    return count >= max(2, 2 * tried)
 
 
 def tried_rows(count: int) -> list[int]:
     """The numbers of the rows that are tried, of so many: the first, the last, and some between them.
 
     >>> tried_rows(1000), tried_rows(3)
-    ([0, 333, 666, 999], [0, 1, 2])
+    ([0, 142, 285, 428, 570, 713, 856, 999], [0, 1, 2])
     """
     steps = min(_TRIED_ROWS, count) - 1
     return [number * (count - 1) // max(1, steps) for number in range(steps + 1)]
 
 
+def parts_of(count: int) -> list[range]:
+    """The numbers of so many rows in order: each row that is tried, and the rows between two of these.
+
+    >>> parts_of(1000)[:4]
+    [range(0, 1), range(1, 142), range(142, 143), range(143, 285)]
+    """
+    ends = sorted({end for place in tried_rows(count) for end in (place, place + 1)})
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
 def check_alike(title: str, column: str, rows: str, together: Any, alone: Any) -> None:
-    """Compare the values of a column for rows that were one batch, and a batch each.
+    """Compare the values of a column for a row, or rows, in a batch and alone.
 
     Args:
         title: the function's name.
@@ -37,7 +53,7 @@ def check_alike(title: str, column: str, rows: str, together: Any, alone: Any) -
     if not _alike(together, alone):
         raise InvalidValueError(
             f"{title} is said to be row-wise, and is not: column {column!r} of {rows} is {_short(together)} "
-            f"if they are one batch, and {_short(alone)} if each is its own; leave out rowwise=True"
+            f"in a batch with others, and {_short(alone)} alone; leave out rowwise=True"
         )
 
 

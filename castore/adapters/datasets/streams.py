@@ -79,7 +79,8 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
         own = (
             ends.enter_context(loops_closed(function)) if inspect.iscoroutinefunction(function) else function
         )
-        calls = Pass(self._kept, own, _shards_below(step.ex_iterable))
+        present = functools.partial(self._kept.key, function, step.fn_kwargs)
+        calls = Pass(self._kept, own, present, _shards_below(step.ex_iterable))
         ends.callback(calls.close)
         called: Any
         if inspect.iscoroutinefunction(function):

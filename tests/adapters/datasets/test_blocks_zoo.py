@@ -28,6 +28,7 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.event_loops import loops_closed
+from castore.errors import InvalidValueError
 from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import flip, payload
 
@@ -998,14 +999,108 @@ def bytes_and_dicts(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {"v": [b"x" if number < 15 else {"a": None} for number in batch["number"]]}
 
 
-def test_rows_that_cannot_be_tried_one_by_one_run_as_one_piece(store: Store) -> None:
+def test_rows_are_tried_alone_with_the_types_of_their_batch(store: Store) -> None:
     """`datasets` makes one type of bytes and dicts, and cannot cast either alone to the other's."""
     data = large_rows(60)
     plain = outcome(lambda: data.map(bytes_and_dicts, batched=True, batch_size=20))
     assert isinstance(plain, dict)
-    with pytest.warns(CacheWarning, match="values of several types"):
-        ours = cached_map(data, bytes_and_dicts, store=store, batched=True, batch_size=20, rowwise=True)
+    ours = cached_map(data, bytes_and_dicts, store=store, batched=True, batch_size=20, rowwise=True)
     assert told(ours) == plain
+
+
+def small_rows(count: int) -> datasets.Dataset:
+    """Rows of which at least eight are a block."""
+    return datasets.Dataset.from_dict({"number": list(range(count))})
+
+
+#: Rows that the functions below were given.
+given_rows: list[int] = []
+
+
+class _Rowwise:
+    """A function of batches, which notes its rows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __castore_key__(self) -> str:
+        return self.name
+
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int] | None = None) -> Any:
+        given_rows.extend(batch["number"])
+        return getattr(self, self.name)(batch["number"], indices)
+
+    def doubled(self, numbers: list[int], _: Any) -> Any:
+        return {"n": [2 * n for n in numbers]}
+
+    def numbered(self, numbers: list[int], indices: list[int]) -> Any:
+        return {"n": [n + i for n, i in zip(numbers, indices, strict=True)]}
+
+    def twice(self, numbers: list[int], _: Any) -> Any:
+        return {"n": [n for n in numbers for _ in range(n % 3)]}
+
+    def odd(self, numbers: list[int], _: Any) -> Any:
+        return [n % 2 == 1 for n in numbers]
+
+    def odd_numbered(self, numbers: list[int], indices: list[int]) -> Any:
+        return [(n + i) % 3 == 1 for n, i in zip(numbers, indices, strict=True)]
+
+    def large_batch(self, numbers: list[int], _: Any) -> Any:
+        return {"n": [len(numbers) > 20] * len(numbers)}
+
+    def first_of_its_kind(self, numbers: list[int], _: Any) -> Any:
+        return {"n": [n % 5 not in {m % 5 for m in numbers[:at]} for at, n in enumerate(numbers)]}
+
+    def distinct(self, numbers: list[int], _: Any) -> Any:
+        return {"n": [*dict.fromkeys(n % 5 for n in numbers)]}
+
+    def summed(self, numbers: list[int], _: Any) -> Any:
+        return {"n": [sum(numbers)]}
+
+    def keeps_first_of_its_kind(self, numbers: list[int], _: Any) -> Any:
+        return [n % 5 not in {m % 5 for m in numbers[:at]} for at, n in enumerate(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "more"),
+    [
+        ("map", "doubled", 8), ("map", "numbered", 8), ("map", "twice", 40), ("filter", "odd", 8),
+        ("filter", "odd_numbered", 8),
+    ],
+)  # fmt: skip
+def test_a_rowwise_function_runs_once_and_for_some_rows_of_a_batch_alone(
+    store: Store, kind: str, name: str, more: int
+) -> None:
+    data, function = small_rows(200), _Rowwise(name)
+    arguments: dict[str, Any] = {"batched": True, "batch_size": 40, "with_indices": "numbered" in name}
+    if name == "twice":
+        arguments["remove_columns"] = data.column_names
+    plain = told(getattr(data, kind)(function, **arguments))
+    given_rows.clear()
+    cached = cached_map if kind == "map" else cached_filter
+    ours = cached(data, function, store=store, rowwise=True, **arguments)
+    assert told(ours) == plain
+    assert len(given_rows) == 200 + more, "a map whose rows move runs the batch again"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("map", "large_batch", "'n' of row 0 is True in .* False alone"),
+        ("map", "first_of_its_kind", r"'n' of row \d is False in .* True alone"),
+        ("map", "distinct", "'n' of rows 0 to 39 is "),
+        ("map", "summed", "'n' of rows 0 to 39 is "),
+        ("filter", "keeps_first_of_its_kind", r"row \d is False in .* True alone"),
+    ],
+)
+def test_what_depends_on_the_rows_beside_is_an_error_with_the_rows(
+    store: Store, kind: str, name: str, said: str
+) -> None:
+    data = small_rows(200)
+    removed = {"remove_columns": data.column_names} if kind == "map" else {}
+    cached = cached_map if kind == "map" else cached_filter
+    with pytest.raises(InvalidValueError, match=f"_Rowwise is said to be row-wise, and is not: .*{said}"):
+        cached(data, _Rowwise(name), store=store, batched=True, batch_size=40, rowwise=True, **removed)
 
 
 def test_blocks_of_coroutines_leave_no_sockets_open(store: Store) -> None:

@@ -235,6 +235,187 @@ def test_a_dict_of_streams_is_mapped_split_by_split(store: Store) -> None:
     }
 
 
+# --- functions that change ---------------------------------------------------------------------------------
+
+
+_factor = 1
+
+
+class _Adds:
+    """Adds what may be changed from outside."""
+
+    def __init__(self) -> None:
+        self.by = 0
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("adds")
+        return {"sum": sample["number"] * _factor + self.by}
+
+
+@pytest.fixture
+def _factor_of_1() -> Iterator[None]:
+    yield
+    globals()["_factor"] = 1
+
+
+@pytest.mark.usefixtures("_factor_of_1")
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("place", ["attribute", "global", "keyword"])
+def test_each_pass_counts_the_function_as_it_is_then(store: Store, place: str, rowwise: bool) -> None:
+    adds = _Adds()
+    keywords = {"by": 0}
+
+    def maps(sample: dict[str, Any], by: int) -> dict[str, Any]:
+        if not rowwise:
+            return {"sum": adds(sample)["sum"] + by}
+        return {"sum": [adds({"number": number})["sum"] + by for number in sample["number"]]}
+
+    def change(to: int) -> None:
+        if place == "attribute":
+            adds.by = to
+        elif place == "global":
+            globals()["_factor"] = to
+        else:
+            keywords["by"] = to
+
+    batched: dict[str, Any] = {"batched": True, "batch_size": 7} if rowwise else {}
+    mapped = cached_map(from_python(), maps, store=store, fn_kwargs=keywords, rowwise=rowwise, **batched)
+    same = from_python().map(maps, fn_kwargs=keywords, **batched)
+    change(5)  # after the step was made, and before its first row
+    for to in (5, 6):
+        change(to)
+        expected = rows_of(same)
+        ran()
+        assert rows_of(mapped) == expected
+        assert ran() >= ROWS
+        assert rows_of(mapped) == expected
+        assert ran() == 0
+    change(5)
+    expected = rows_of(same)
+    ran()
+    assert rows_of(mapped) == expected
+    change(0)
+    assert rows_of(cached_map(from_python(), maps, store=store, fn_kwargs=keywords, **batched))
+    assert ran() >= ROWS, "nothing lies under the key of the function as it was when the step was made"
+
+
+def test_a_filter_counts_its_function_as_it_is_in_each_pass(store: Store) -> None:
+    least = [0]
+    kept = cached_filter(from_python(), lambda sample: sample["number"] >= least[0], store=store)
+    assert len(rows_of(kept)) == ROWS
+    least[0] = 10
+    assert len(rows_of(kept)) == ROWS - 10
+
+
+def test_a_stream_that_goes_on_counts_the_function_as_it_is_then(store: Store) -> None:
+    adds = _Adds()
+    mapped = cached_map(from_python(shards=1), adds, store=store)
+    list(itertools.islice(mapped, 20))
+    state = mapped.state_dict()
+    rows_of(mapped)
+    adds.by = 100
+    mapped.load_state_dict(state)
+    assert [row["sum"] for row in mapped] == [number + 100 for number in range(20, ROWS)]
+
+
+def test_rows_of_a_function_that_changes_in_the_midst_of_a_pass_are_not_kept(store: Store) -> None:
+    adds = _Adds()
+    mapped = cached_map(from_python(40, shards=1), adds, store=store)
+
+    def run() -> None:
+        for row in mapped:
+            adds.by += row["number"] in (20, 30)
+
+    with pytest.warns(CacheWarning, match="'_Adds' are not kept.*changed meanwhile.*functools.cache") as said:
+        run()
+    assert len(said) == 1
+    adds.by = 0
+    assert [row["sum"] for row in mapped] == [*range(40)]
+    adds.by = 1
+    assert [row["sum"] for row in mapped] == [*range(1, 41)]
+
+
+def test_a_function_that_counts_its_calls_has_the_rows_of_plain_datasets(store: Store) -> None:
+    def counting() -> Any:
+        count = 0
+
+        def counts(sample: dict[str, Any]) -> dict[str, Any]:
+            nonlocal count
+            count += 1
+            return {"count": count}
+
+        return counts
+
+    mapped, same = cached_map(from_python(), counting(), store=store), from_python().map(counting())
+    with pytest.warns(CacheWarning, match="changed meanwhile") as said:
+        assert [rows_of(mapped) for _ in range(2)] == [rows_of(same) for _ in range(2)]
+    assert len(said) == 1
+    assert not list(store.entries(CALLS_FOLDER))
+
+
+class _Loads:
+    """Loads what it needs in its first call."""
+
+    def __init__(self) -> None:
+        self.model: dict[str, int] | None = None
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("loads")
+        self.model = self.model or {"by": 1}
+        return {"sum": sample["number"] + self.model["by"]}
+
+
+def test_a_value_that_the_first_call_loads_costs_one_row_a_run(store: Store) -> None:
+    for expected in (ROWS, 1, 1):
+        with pytest.warns(CacheWarning, match="changed meanwhile"):
+            assert [row["sum"] for row in cached_map(from_python(), _Loads(), store=store)] == [
+                *range(1, ROWS + 1)
+            ]
+        assert ran() == expected
+
+
+def test_a_function_whose_first_call_opens_what_has_no_hash_goes_on_with_a_warning(store: Store) -> None:
+    class Opens:
+        file: Any = None
+
+        def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+            log.info("opens")
+            self.file = self.file or open(__file__)  # noqa: SIM115
+            return {"n": sample["number"]}
+
+    opens = Opens()
+    mapped = cached_map(from_python(), opens, store=store)
+    with pytest.warns(CacheWarning, match=r"'Opens' are not kept.*file"):
+        assert [row["n"] for _ in range(2) for row in mapped] == [*range(ROWS)] * 2
+    opens.file.close()
+    assert ran() == 2 * ROWS
+
+
+class _Large:
+    """Has a fingerprint that is slow to take."""
+
+    taken = 0
+
+    def __castore_key__(self) -> int:
+        _Large.taken += 1
+        return 1
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("large")
+        return {"n": sample["number"]}
+
+
+def test_a_pass_takes_a_slow_fingerprint_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_blocks, "_BETWEEN_FINGERPRINTS", 1e9)
+    mapped = cached_map(from_python(), _Large(), store=store)
+    _Large.taken = 0
+    expected = rows_of(mapped)
+    assert ran() == ROWS
+    assert _Large.taken == 3, "at the beginning, after the first row, and before the others are kept"
+    assert rows_of(mapped) == expected
+    assert (ran(), _Large.taken) == (0, 4)
+
+
 # --- edits --------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +449,7 @@ def test_a_rowwise_batch_pays_for_its_new_rows_and_other_batch_sizes_for_none(st
         assert rows_of(mapped) == expected
         return ran()
 
-    assert run(60, 7) == 60 + 2 * 4, "four rows are tried together, and one by one"
+    assert run(60, 7) == 60 + 7, "the rows of the first batch are tried alone"
     assert run(60, 13) == 0
     assert run(61, 13) == 1
 
@@ -282,11 +463,41 @@ def test_rows_far_from_the_first_are_tried_too(store: Store) -> None:
             list(cached_map(rows, late, store=store, batched=True, rowwise=True))
 
 
+def test_a_function_that_leaves_out_what_a_batch_has_twice_is_not_rowwise(store: Store) -> None:
+    def is_new(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        seen: set[int] = set()
+        return {"new": [not (n % 12 in seen or seen.add(n % 12)) for n in samples["number"]]}  # type: ignore[func-returns-value]
+
+    def is_in_a_large_batch(samples: dict[str, list[Any]]) -> list[bool]:
+        return [len(samples["number"]) > 20] * len(samples["number"])
+
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True}
+    with pytest.raises(InvalidValueError, match=r"is_new is .*'new' of row 12 .* False in .* True alone"):
+        rows_of(cached_map(from_python(), is_new, batch_size=13, **given))
+    with pytest.raises(InvalidValueError, match=r"is_in_a_large_batch is .* True in .* False alone"):
+        rows_of(cached_filter(from_python(), is_in_a_large_batch, **given))
+    assert not list(store.entries(CALLS_FOLDER))
+
+
+def test_a_small_batch_does_not_keep_a_larger_one_from_being_tried(store: Store) -> None:
+    def is_small(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        return {"small": [len(samples["number"]) < 10] * len(samples["number"])}
+
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True}
+    rows_of(cached_map(from_python(58, shards=1), is_small, batch_size=6, **given))
+    found = iter(cached_map(from_python(100, shards=1), is_small, batch_size=20, **given))
+    assert all(row["small"] for row in itertools.islice(found, 60)), "two rows of the third batch are new"
+    with pytest.raises(InvalidValueError, match="is_small is said to be row-wise"):
+        next(found)
+
+
 def test_a_function_that_is_not_rowwise_is_an_error_with_the_values(store: Store) -> None:
     def sums(samples: dict[str, list[Any]]) -> dict[str, Any]:
         return {"sum": [sum(samples["number"])] * len(samples["number"])}
 
-    with pytest.raises(InvalidValueError, match=r"sums is said to be row-wise.*'sum'.* is 129 .* and 0"):
+    with pytest.raises(
+        InvalidValueError, match=r"sums is said to be row-wise.*'sum' of row 0 .* is 2145 .* and 0 "
+    ):
         list(cached_map(from_python(), sums, store=store, batched=True, rowwise=True))
     given = {"batched": True, "rowwise": True, "remove_columns": from_arrow().column_names}
     with pytest.raises(InvalidValueError, match="groups is said to be row-wise"):
