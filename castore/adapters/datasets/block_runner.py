@@ -54,7 +54,7 @@ from castore.adapters.datasets.block_step import (
 )
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.dataset_fingerprint import format_digest
+from castore.adapters.datasets.dataset_fingerprint import features_text, format_digest
 from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
@@ -405,7 +405,7 @@ class _Keys:
             {
                 "version": _VERSION,
                 "rows": block.digest,
-                "features": str(self._step.dataset.features),
+                "features": features_text(self._step.dataset.features),
                 "format": self._format,
                 "step": self._step.counted,
                 "result": self.features,

@@ -177,6 +177,13 @@ def run_block(
             "values of several types are in one column, and how they are cast depends on all rows "
             f"({error}); convert them in the function"
         ) from error
+    except KeyError as error:
+        if not _is_of_writer(error, last=True):
+            raise
+        raise NotInBlocksError(
+            f"the function returns the key {error} for some rows only, and what `datasets` makes of that "
+            "depends on all rows; return it for all rows"
+        ) from error
     is_unchanged = result._indices is None and result._data.table is block._data.table
     if features is not None and is_unchanged != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)
@@ -185,9 +192,13 @@ def run_block(
     return Written(path, len(result), made, time.perf_counter() - began, rows_name_files(result))
 
 
-def _is_of_writer(error: BaseException) -> bool:
-    """Whether an error was raised where `datasets` writes results, not by the operator itself."""
-    return any(frame.filename == arrow_writer.__file__ for frame in traceback.extract_tb(error.__traceback__))
+def _is_of_writer(error: BaseException, *, last: bool = False) -> bool:
+    """Whether an error was raised where `datasets` writes results, not by the operator itself.
+
+    With ``last`` the writer itself has raised it, not a value of the operator's that the writer looked at.
+    """
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return arrow_writer.__file__ in (files[-1:] if last else files)
 
 
 # --- in other processes -----------------------------------------------------------------------------------

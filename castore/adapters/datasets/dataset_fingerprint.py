@@ -13,6 +13,7 @@ give a random answer.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +63,7 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
         return str(dataset._fingerprint)
     identity = {
         "rows": dataset._fingerprint if ours else _rows(dataset, store),
-        "features": str(dataset.features),
+        "features": features_text(dataset.features),
         "split": None if dataset.split is None else str(dataset.split),
         "format": shown,
     }
@@ -105,6 +106,14 @@ def _digests(table: Table, store: Store | None) -> list[str] | None:
         else:
             return None
     return found or None
+
+
+def features_text(features: datasets.Features | None) -> str:
+    """Features as they count in keys: by their text, in which ids do not show, so also by those if any has
+    one.
+    """
+    told = "" if features is None else json.dumps(features.to_dict())
+    return told if '"id": "' in told else str(features)
 
 
 def format_digest(dataset: datasets.Dataset) -> list[Any]:

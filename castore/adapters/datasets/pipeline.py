@@ -361,6 +361,11 @@ def _is_unread(dataset: datasets.Dataset) -> bool:
     return isinstance(dataset, LazyDataset) and not dataset.is_read
 
 
+def _description(dataset: datasets.Dataset) -> datasets.DatasetInfo | None:
+    """The description of a dataset; None for an input that was never read."""
+    return None if dataset._info.features is None else dataset._info
+
+
 def _known_size(store: Store, step: PlannedStep, at_once: int | None) -> disk_space.KnownSize:
     """The sizes of a step's kept result. Runs with other parameters or other rows do not show them."""
     if dataset_entries.metadata_of(store, step.name) is None:
@@ -498,6 +503,7 @@ class _Run:
             rows, began = len(self._dataset), time.perf_counter()
             self._meter.begin(step.number, rows)
             record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
+            record |= {} if outcome is None else step_runner.own_description(outcome.record)
             fingerprint, is_deduplicator = fingerprint_of_key(step.key), step.step.kind == "deduplicate"
             make = (
                 self._deduplicator(step, fingerprint)
@@ -512,6 +518,7 @@ class _Run:
                 rows_in=rows,
                 temp_dir=pipeline.temp_dir,
                 blocks=self.in_blocks(step),
+                info=_description(self._dataset),
             )
             if is_deduplicator and not outcome.hit and self._hashed is not None:
                 outcome = outcome._replace(
@@ -536,7 +543,7 @@ class _Run:
     def _find_latest(self, planned: list[PlannedStep]) -> tuple[int, step_runner.StepOutcome | None]:
         """How many steps need not run, and the result of the last of them."""
         for step in reversed(planned):
-            outcome = step_runner.load_step(self._store, step.name)
+            outcome = step_runner.load_step(self._store, step.name, _description(self._dataset))
             if outcome is not None:
                 return step.number + 1, outcome
         return 0, None

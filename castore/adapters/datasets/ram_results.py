@@ -20,6 +20,7 @@ from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.step_runner import step_key
+from castore.adapters.datasets.tables import description_text
 from castore.system.forks import reset_after_fork
 
 
@@ -86,7 +87,8 @@ class RamPipeline(Pipeline):
         for operator in self.operators:
             one = self._single(operator)
             codes = [operator_fingerprint(step.hashed, step.name) for step in one.steps]
-            fingerprint = step_key(fingerprint, one.steps[0].name, "operator", codes[0], codes)
+            counted = [*codes, description_text(dataset.info)]
+            fingerprint = step_key(fingerprint, one.steps[0].name, "operator", codes[0], counted)
             found = self._results.find(fingerprint)
             if found is None:
                 offset_progress = self._offset_progress(progress, len(reports))

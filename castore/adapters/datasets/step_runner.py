@@ -7,6 +7,10 @@ save work: two processes that do not see each other's locks both run the step, a
 The store gets a private snapshot, taken when the step ends; every caller gets its own dataset
 (`private_copies`).
 
+The key of a step has the rows of its input, and not its description (`datasets.DatasetInfo`). So a result
+gets the description of the present input, as in `datasets`, whichever run has kept it. Parts of a description
+that an operator gives its result stay.
+
 Must never hand out a damaged result, nor keep the result of a failed step, nor one that a caller has changed.
 """
 
@@ -34,7 +38,12 @@ from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
-from castore.adapters.datasets.tables import fingerprint_of_key, make_part
+from castore.adapters.datasets.tables import (
+    describe_like,
+    fingerprint_of_key,
+    make_part,
+    other_fields,
+)
 from castore.errors import (
     CacheWarning,
     CorruptError,
@@ -53,6 +62,8 @@ _VERSION = 1
 # Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
 _NAME_LENGTH = 60
+# In a record: the parts of the result's description that are not its input's.
+_OWN_INFO = "own_info"
 
 StepFunction = Callable[[Path], datasets.Dataset]
 
@@ -108,15 +119,20 @@ def step_name(name: str, digits: str) -> str:
     return f"{STEPS_FOLDER}/{plain or 'step'}_{digits}"
 
 
-def load_step(store: Store, name: str) -> StepOutcome | None:
+def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None) -> StepOutcome | None:
     """A step's result if it is kept and intact, or pending.
+
+    Args:
+        store, name: the store, and the result's name in it.
+        info: the description of the input, of this step or of an earlier one; None for that of the run that
+            has kept the result.
 
     Warns:
         CacheWarning: the result was kept and is damaged; it is dropped.
     """
     coming = pending_puts.find(store.path, name)
     if coming is not None:
-        return _pending_outcome(coming)
+        return _pending_outcome(coming, info)
     record = dataset_entries.metadata_of(store, name)
     if record is None:
         return None
@@ -131,8 +147,19 @@ def load_step(store: Store, name: str) -> StepOutcome | None:
             f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
         )
         return None
+    _describe(dataset, record, info)
     size = known_size(dataset_entries.size_of(store, name))
     return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0, work_seconds(record))
+
+
+def _describe(dataset: datasets.Dataset, record: dict[str, Any], info: datasets.DatasetInfo | None) -> None:
+    if info is not None:
+        describe_like(dataset, info, record.get(_OWN_INFO, ()))
+
+
+def own_description(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a step's record that the record of the step after it has, too."""
+    return {_OWN_INFO: record[_OWN_INFO]} if _OWN_INFO in record else {}
 
 
 def work_seconds(record: dict[str, Any]) -> float:
@@ -158,6 +185,7 @@ def run_or_load(
     temp_dir: str | os.PathLike[str] | None = None,
     fresh: bool = False,
     blocks: BlockStep | None = None,
+    info: datasets.DatasetInfo | None = None,
 ) -> StepOutcome:
     """The result of a step: kept, computed by another process, or computed now and stored in the background.
 
@@ -170,32 +198,35 @@ def run_or_load(
         temp_dir: the folder of the uncompressed file; by default below the store.
         fresh: run the step even if its result is kept.
         blocks: the step as one that runs block by block; None if it cannot.
+        info: the description of the input; None where it is not known.
 
     Raises:
         Exception: an exception of ``make``; nothing is kept then, but for blocks that were finished.
     """
     found = pending_puts.find(store.path, name)  # this thread itself may hold the lock for it
     if found is not None and not fresh:
-        return _pending_outcome(found)
+        return _pending_outcome(found, info)
     if found is not None:
         found.size.result()
-    if not fresh and (hit := load_step(store, name)) is not None:
+    if not fresh and (hit := load_step(store, name, info)) is not None:
         return hit
     one_piece = ""
     if blocks is not None:
         run = BlockRun(store, blocks, options, temp_dir, fresh=fresh)
         try:
-            return _run_in_blocks(store, name, run, record)
+            return _run_in_blocks(store, name, run, record, info)
         except NotInBlocksError as error:
             one_piece = str(error)
     with contextlib.ExitStack() as stack:
         stack.enter_context(store_locks(store).hold(name, may_move=True))  # `background.py` may end it
-        if not fresh and (hit := load_step(store, name)) is not None:
+        if not fresh and (hit := load_step(store, name, info)) is not None:
             return hit
         began = time.perf_counter()
         dataset = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
         seconds = time.perf_counter() - began
         record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
+        if info is not None and (own := other_fields(dataset.info, info)):
+            record[_OWN_INFO] = sorted({*own, *record.get(_OWN_INFO, ())})
         snapshot = private_copy(dataset)
         lock = stack.pop_all()
     if one_piece:
@@ -215,10 +246,13 @@ def run_or_load(
 
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
-    return _pending_outcome(pending_puts.submit(store.path, name, snapshot, record, put), hit=False)
+    coming = pending_puts.submit(store.path, name, snapshot, record, put)
+    return _pending_outcome(coming, info, hit=False)
 
 
-def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any]) -> StepOutcome:
+def _run_in_blocks(
+    store: Store, name: str, run: BlockRun, record: dict[str, Any], info: datasets.DatasetInfo | None
+) -> StepOutcome:
     """Run a step block by block, and keep it.
 
     Raises:
@@ -249,17 +283,22 @@ def _run_in_blocks(store: Store, name: str, run: BlockRun, record: dict[str, Any
             continue  # gc took a block meanwhile
         except (FullError, TooLargeError) as error:
             raise NotInBlocksError(NO_ROOM) from error
-        if (outcome := load_step(store, name)) is not None:  # it reads the files: a block may be damaged
+        # It reads the files: a block may be damaged.
+        if (outcome := load_step(store, name, info)) is not None:
             return outcome._replace(hit=False, rows_reused=reused, seconds_saved=saved)
     raise NotInBlocksError(
         f"gc has taken blocks of it {_ATTEMPTS} times; make room, or set a larger max_size"
     )
 
 
-def _pending_outcome(coming: PendingPut, *, hit: bool = True) -> StepOutcome:
+def _pending_outcome(
+    coming: PendingPut, info: datasets.DatasetInfo | None, *, hit: bool = True
+) -> StepOutcome:
+    dataset = own_copy(coming.dataset)
+    _describe(dataset, coming.record, info)
     reused = coming.record["rows_in"] if hit else 0
     saved = work_seconds(coming.record) if hit else 0.0
-    return StepOutcome(own_copy(coming.dataset), hit, coming.record, coming.size, reused, saved)
+    return StepOutcome(dataset, hit, coming.record, coming.size, reused, saved)
 
 
 def run_step(

@@ -11,6 +11,7 @@ Must never write what `datasets.load_from_disk` cannot read.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
@@ -267,6 +268,24 @@ def describe_dataset(
         ) from None
     info = asdict(dataset.info)
     return text.encode(), json.dumps({name: info[name] for name in sorted(info)}, indent=2).encode()
+
+
+def description_text(info: datasets.DatasetInfo) -> str:
+    """A dataset's description, citation, licence and so on, as JSON; not its features."""
+    return json.dumps({**asdict(info), "features": None}, sort_keys=True)
+
+
+def other_fields(one: datasets.DatasetInfo, other: datasets.DatasetInfo) -> list[str]:
+    """The names of the fields in which two descriptions differ, but for the features."""
+    names = [field.name for field in dataclasses.fields(one) if field.name != "features"]
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
+
+
+def describe_like(dataset: datasets.Dataset, info: datasets.DatasetInfo, own: Iterable[str]) -> None:
+    """Describe a dataset as ``info`` does. Its features stay, and so do its ``own`` fields."""
+    given, dataset._info = dataset._info, info.copy()
+    for name in ("features", *own):
+        setattr(dataset._info, name, getattr(given, name))
 
 
 def shown_columns(dataset: datasets.Dataset, features: datasets.Features) -> list[str] | None:

@@ -14,6 +14,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import CacheWarning, Pipeline
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from castore.adapters.datasets.ram_results import RamPipeline, RamResults
 from tests.adapters.datasets.small_blocks import small_blocks, told
 
 STATS = "__dj__stats__"
@@ -337,3 +338,69 @@ def test_a_deduplicator_that_changes_its_rows_hashes_all_of_them_in_one_pass_and
     plain = Pipeline([ChangesText()], store=store, use_cache=False).run(twice(COUNT))
     assert told(ran.dataset) == told(plain.dataset)
     assert "x" in ran.dataset.with_format(None)["text"]
+
+
+class Describes(Deduplicator):
+    """A deduplicator that gives its result a description of its own."""
+
+    def process(self, data: datasets.Dataset) -> datasets.Dataset:
+        kept = super().process(data)
+        kept.info.description = "all different"
+        return kept
+
+
+def described(count: int, name: str) -> datasets.Dataset:
+    """The same rows, with a description of that name, and ids of its first two letters."""
+    data = rows(count)
+    features = data.features
+    features["number"].id = features["tags"].feature["b"].id = f"the id {name[:2]}"
+    info = datasets.DatasetInfo(name, citation=f"see {name}", license="MIT", features=features)
+    return datasets.Dataset(data.data, info=info)
+
+
+def about(data: datasets.Dataset) -> dict[str, Any]:
+    return {**data.info.copy().__dict__, "features": data.features.to_dict()}
+
+
+@pytest.mark.parametrize("count", [40, COUNT])
+@pytest.mark.parametrize("name", ["a function", "a filter", "a deduplicator", "its own"])
+def test_a_result_has_the_description_and_the_ids_of_the_present_input(
+    name: str, count: int, store: Store
+) -> None:
+    made = [lower, Describes(), later] if name == "its own" else OPERATORS[name]()
+    for given in ("one", "only", "other", "one"):
+        data = described(count, given)
+        plain = Pipeline(made, store=store, use_cache=False).run(data).dataset
+        for _ in range(2):
+            assert about(Pipeline(made, store=store).run(data).dataset) == about(plain)
+        # One step at a time, over results that the last run has kept.
+        result = data
+        for operator in made:
+            result = Pipeline([operator], store=store).run(result).dataset
+        assert about(result) == about(plain)
+
+
+def test_another_description_alone_runs_nothing(store: Store) -> None:
+    Pipeline([lower, Length()], store=store).run(rows(COUNT))
+    Ran.rows = 0
+    data = rows(COUNT)
+    data.info.description = "the same rows"
+    ran = Pipeline([lower, Length()], store=store).run(data)
+    assert (Ran.rows, ran.hits) == (0, 3)
+    assert ran.dataset.info.description == "the same rows"
+
+
+def test_a_description_that_is_changed_in_place_is_that_of_later_results(store: Store) -> None:
+    first = Pipeline([lower], store=store).run(rows(COUNT)).dataset
+    for text in ("one", "other"):
+        first.info.description = text
+        assert Pipeline([later], store=store).run(first).dataset.info.description == text
+
+
+def test_results_in_ram_have_the_description_of_the_present_input(store: Store) -> None:
+    results = RamResults(5)
+    for text in ("one", "other"):
+        data = rows(40)
+        data.info.description = text
+        kept = RamPipeline([lower], store=store, results=results)
+        assert [kept.run(data).dataset.info.description for _ in range(2)] == [text, text]

@@ -27,6 +27,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.errors import InvalidValueError
 from tests.adapters.datasets.small_blocks import small_blocks, told
@@ -1101,6 +1102,52 @@ def test_what_depends_on_the_rows_beside_is_an_error_with_the_rows(
     cached = cached_map if kind == "map" else cached_filter
     with pytest.raises(InvalidValueError, match=f"_Rowwise is said to be row-wise, and is not: .*{said}"):
         cached(data, _Rowwise(name), store=store, batched=True, batch_size=40, rowwise=True, **removed)
+
+
+def rare_key(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"x": 1, "note": "rare"} if sample["number"] == rare_key_at else {"x": 1}
+
+
+rare_key_at = 0
+
+
+def test_a_key_that_a_row_behind_the_first_block_adds_gives_what_datasets_gives(store: Store) -> None:
+    global rare_key_at
+    data = large_rows(100)
+    blocks = cut([data.with_format("arrow")[:]], Cut(None, 20))
+    begins = itertools.accumulate(len(block) for block in blocks)
+    rare_key_at = next(begin for begin in begins if begin % 20)  # `datasets` writes 20 rows at a time
+    assert rare_key_at < 100
+    plain = told(data.map(rare_key, **SMALL))
+    assert plain["columns"][-1] == "x"
+    with pytest.warns(CacheWarning, match="ran as one piece.*the key 'note' for some rows only"):
+        assert told(cached_map(data, rare_key, store=store, **SMALL)) == plain
+
+
+class Lacking(list[int]):
+    """A value that fails where the writer looks at it."""
+
+    def __len__(self) -> int:
+        raise KeyError("of the user's value")
+
+
+def test_a_missing_key_of_the_operators_own_is_its_error_and_is_not_tried_twice(store: Store) -> None:
+    def looks_up(sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"x": sample["absent"] if sample["number"] == 45 else 1}
+
+    def gives(sample: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"x": Lacking() if sample["number"] == 45 else [1]}
+
+    for function in (looks_up, gives):
+        ran.rows = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CacheWarning)
+            with pytest.raises(KeyError, match=r"absent|user's value"):
+                cached_map(large_rows(60), function, store=store, **SMALL)
+        assert ran.rows <= 60
 
 
 def test_blocks_of_coroutines_leave_no_sockets_open(store: Store) -> None:
