@@ -1121,7 +1121,8 @@ class Store:
             if not places.forget(txn, name):
                 raise InvalidValueError(
                     f"names of {self.path} have their bytes only in remote {name!r}: delete them, or bring"
-                    " the bytes with `castore pull` without --lazy first"
+                    " the bytes with `castore pull` without --lazy first, or, if the bucket has moved, add"
+                    " its new URL under another name and `castore pull --lazy` from that name"
                 )
             Remotes(self.path, self.settings).remove(name)
 

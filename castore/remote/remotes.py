@@ -143,7 +143,9 @@ class Remotes:
         is_there = _read(self._folder / check_remote_name(remote.name) / "remote.json") is not None
         if is_there and (url := self.get(remote.name).url) != remote.url:
             raise InvalidValueError(
-                f"remote {remote.name!r} is {url} already; remove it first: castore remote rm {remote.name}"
+                f"remote {remote.name!r} is {url} already; remove it first (castore remote rm {remote.name}),"
+                " or, if the bucket has moved, add its new URL under another name and `castore pull --lazy`"
+                " from that name"
             )
 
     def add(self, remote: RemoteSettings) -> None:

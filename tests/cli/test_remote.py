@@ -79,7 +79,27 @@ def test_a_name_that_is_added_again_gets_other_options_but_no_other_url(
     assert cli("remote", "ls").out == f"team\t{url}\tread-only\n"
     ran = cli("remote", "add", team, url + "2")
     assert ran.code == 2
-    assert ran.err == f"castore: remote 'team' is {url} already; remove it first: castore remote rm team\n"
+    assert ran.err == (
+        f"castore: remote 'team' is {url} already; remove it first (castore remote rm team), or, if the"
+        " bucket has moved, add its new URL under another name and `castore pull --lazy` from that name\n"
+    )
+
+
+def test_names_follow_a_bucket_that_has_moved(
+    cli: Cli, store: Store, team: str, other: Store, tmp_path: Path
+) -> None:
+    other.put_many([("set/one", noise(1000, 1)), ("set/large", noise(6 << 20))])
+    other.push(to="theirs")
+    assert cli("pull", "main", "--lazy").code == 0
+    moved = (tmp_path / "the bucket").rename(tmp_path / "moved")
+    for refused in (("add", team, moved.as_uri()), ("rm", team)):
+        assert "if the bucket has moved, add its new URL under another name" in cli("remote", *refused).err
+    assert cli("remote", "add", "moved", moved.as_uri()).code == 0
+    assert cli("pull", "main", "--from", "moved", "--lazy").code == 0
+    assert cli("remote", "rm", team).code == 0
+    assert cli("cat", "set/one").raw == noise(1000, 1)
+    assert cli("cat", "set/large").raw == noise(6 << 20)
+    end_fetcher(store)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-x", "n" * 101, "ü", "a."])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import doctest
 import io
+import json
 import re
 import sys
 import tokenize
@@ -267,3 +268,19 @@ def test_the_modules_that_pages_about_the_code_name_are_there() -> None:
     assert {
         (page, name) for page, name in named if not any(path.endswith(f"/{name}") for path in there)
     } == set()
+
+
+def test_the_policies_of_each_role_are_json_with_the_actions_of_its_row() -> None:
+    page = (ROOT / "docs" / "remote.md").read_text()
+    rows = re.findall(r"^\| (?:reader|writer|collector)\b.*$", page, flags=re.M)
+    policies = [json.loads(block) for block in re.findall(r"```json\n(\{\"Version.*?)```", page, flags=re.S)]
+    allowed: set[str] = set()
+    for row, policy in zip(rows, policies, strict=True):
+        allowed |= set(re.findall(r"s3:\w+", row))
+        given = {
+            action
+            for statement in policy["Statement"]
+            if "/probe/" not in str(statement["Resource"])  # a writer's own trials and claims
+            for action in re.findall(r"s3:\w+", str(statement["Action"]))
+        }
+        assert given == allowed
