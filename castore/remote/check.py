@@ -56,7 +56,7 @@ class _Need:
     def add(self, row: Row) -> None:
         """Take note of a name."""
         self.end = max(self.end, row.place.offset + row.place.stored)
-        if len(self.names) < _NAMES:
+        if len(self.names) < _NAMES and row.name not in self.names:
             self.names.append(row.name)
 
     def problem(self, key: str, why: str) -> RemoteProblem:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, Pipeline, wait
+from castore.adapters.datasets import CacheWarning, Pipeline, cutting, source_blocks, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.source_units import UNITS_FOLDER
 from castore.errors import InvalidValueError
@@ -480,6 +480,41 @@ def test_a_new_file_costs_its_rows_in_every_step(reading: Reading) -> None:
     [step] = pipeline.run(dataset).steps
     assert step.rows_in == 2100
     assert 100 <= 2100 - step.rows_reused < 600
+
+
+def test_a_new_file_in_front_costs_itself_and_not_the_one_that_was_first(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "TARGET_BYTES", 2**20)  # each file is a block
+    monkeypatch.setattr(cutting, "TARGET_ROWS", 10_000)
+    monkeypatch.setattr(source_blocks, "_SMALLEST_FILE", 1)
+    for number in range(1, 5):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number, 1300))
+    pipeline = Pipeline([lower, shorter], store=reading.store)
+
+    def run() -> list[tuple[int | None, int | None]]:
+        source = sources.find(reading.folder)
+        dataset = runner.open_source(source, reading.store, cached=True, codec="zstd")
+        result = pipeline.run(dataset)
+        plain = Pipeline([lower, shorter], store=reading.store, use_cache=False).run(dataset)
+        assert told(result.dataset) == told(plain.dataset)
+        return [(step.rows_in, step.rows_run) for step in result.steps]
+
+    assert run() == [(5200, 5200)] * 2
+    write_lines(reading.folder / "0.jsonl", rows_of(0, 1300))
+    assert run() == [(6500, 1300)] * 2
+    (reading.folder / "2.jsonl").rename(reading.folder / "9.jsonl")
+    assert run() == [(6500, 0)] * 2
+    (reading.folder / "0.jsonl").rename(reading.folder / "8.jsonl")
+    (reading.folder / "9.jsonl").rename(reading.folder / "90.jsonl")
+    assert run() == [(6500, 0)] * 2  # the first run has left a first block
+    reading.store.delete_many([entry.name for entry in reading.store.entries("steps")])
+    assert run() == [(6500, 0)] * 2
+    lowered = next(entry.name for entry in reading.store.entries("steps") if "/lower_" in entry.name)
+    files = {entry.digest for entry in reading.store.entries(lowered.rpartition("/")[0])}
+    assert len(files & {entry.digest for entry in reading.store.entries(BLOCKS_FOLDER)}) == 5
+    pipeline.drop_intermediate()
+    assert not files & {entry.digest for entry in reading.store.entries(BLOCKS_FOLDER)}
 
 
 def shorter(sample: Row) -> Row:

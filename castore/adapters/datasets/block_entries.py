@@ -9,6 +9,7 @@ Must never keep a result under a key before all of its rows are written.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.tables import find_whole_files, row_batches, split_off_first_rows
-from castore.errors import FullError, TooLargeError
+from castore.errors import FullError, NotFoundError, TooLargeError
 from castore.records import LOST, Entry
 from castore.store import Store
 
@@ -149,3 +150,9 @@ def put_result(
     except (FullError, TooLargeError) as error:
         raise NotInBlocksError(NO_ROOM) from error
     return _result(key, entry, False)
+
+
+def name_again(store: Store, key: str, other: str) -> None:
+    """Keep a block's result under another key as well, if it is still there. No bytes are written."""
+    with contextlib.suppress(NotFoundError):
+        store.copy(name_of_result(key), name_of_result(other))

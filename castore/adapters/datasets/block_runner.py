@@ -3,8 +3,10 @@
 The result of a block follows from its rows, the operator, and the features of the step's result. The features
 are decided by the first rows that come out, as in `datasets`: the first block runs as it is, and each later
 block with the features of the first. So results are equal to those of one pass over all rows, whatever a
-block alone would have looked like. While another run makes the first block, a run goes on with the features
-that a few rows have. Features are in the keys of results, so a wrong guess costs work, and nothing else.
+block alone would have looked like. The result of the first block has the key of a later block as well, for
+inputs in which other blocks are in front of it. While another run makes the first block, a run goes on with
+the features that a few rows have. Features are in the keys of results, so a wrong guess costs work, and
+nothing else.
 
 A block's result is kept as soon as it is there. So a run that ends early leaves all its blocks but those in
 flight, and the next run goes on after them.
@@ -40,6 +42,7 @@ from castore.adapters.datasets.block_entries import (
     BlockResult,
     NotInBlocksError,
     find_result,
+    name_again,
     put_result,
 )
 from castore.adapters.datasets.block_step import (
@@ -277,14 +280,17 @@ class BlockRun:
             raise _WrongGuess
         digits = keys.of(block, first)
         found = self._find_or_claim(digits, keys, partial(self._guess, block, first, digits, maker))
+        again = keys.later_key(block)
         if isinstance(found, BlockResult):
+            if again is not None and found.rows and find_result(self._store, again(found.features)) is None:
+                name_again(self._store, digits, again(found.features))
             keys.learn(found)
             maker.note(number, found)
             return found, found.rows_in
         rows = _read(block, found)
         if found is None:
             return _Elsewhere(number, digits), len(rows)
-        made, written = maker.make(number, rows, block.files, first, keys.features, digits, found)
+        made, written = maker.make(number, rows, block.files, first, keys.features, digits, found, again)
         if not keys.are_final:
             keys.learn(written.result())  # the next block runs while this one is being kept
         return made, len(rows)
@@ -399,8 +405,19 @@ class _Keys:
         if result.rows and not self.are_final:
             self.features = result.features
 
+    def later_key(self, block: SourceBlock) -> Callable[[str], str] | None:
+        """The next block's key in an input that has other blocks in front of it, by the features of the
+        result; None if there is no other key.
+        """
+        if self.are_final or self._step.is_numbered:
+            return None
+        return partial(self._of, block, 0)
+
     def of(self, block: SourceBlock, first: int) -> str:
         """The key of the next block, whose first row has that number."""
+        return self._of(block, first, self.features)
+
+    def _of(self, block: SourceBlock, first: int, features: str | None) -> str:
         return key(
             {
                 "version": _VERSION,
@@ -408,7 +425,7 @@ class _Keys:
                 "features": features_text(self._step.dataset.features),
                 "format": self._format,
                 "step": self._step.counted,
-                "result": self.features,
+                "result": features,
                 "first": first if self._step.is_numbered else None,
             }
         )
@@ -497,6 +514,7 @@ class _Maker:
         features: str | None,
         digits: str,
         claim: Claim,
+        again: Callable[[str], str] | None = None,
     ) -> tuple[Future[BlockResult], Future[Written]]:
         """Make a block's result; waits while many others are being made.
 
@@ -509,6 +527,7 @@ class _Maker:
             features: the features of the result, in JSON; None to find them.
             digits: the result's key.
             claim: of the block.
+            again: gives another key for the result, by its features.
         """
         try:
             file = scratch.new_file(self._store, self._temp_dir)
@@ -521,7 +540,9 @@ class _Maker:
             claim.end(is_kept=False)
             raise
         are_same = partial(_are_same_files, rows, self._step.dataset.features, files)
-        made = self._keeper.submit(self._keep, number, written, digits, len(rows), are_same, file, claim)
+        made = self._keeper.submit(
+            self._keep, number, written, digits, len(rows), are_same, file, claim, again
+        )
         self._waiting.append(made)
         while len(self._waiting) > self._step.num_proc + 1:
             self._waiting.popleft().result()
@@ -564,6 +585,7 @@ class _Maker:
         are_same_files: Callable[[], bool],
         file: Path,
         claim: Claim,
+        again: Callable[[str], str] | None,
     ) -> BlockResult:
         is_kept = False
         try:
@@ -581,6 +603,8 @@ class _Maker:
                 made.seconds,
                 names_files=made.names_files,
             )
+            if again is not None and made.rows:
+                name_again(self._store, digits, again(made.features))
             self.made.add(digits)
             is_kept = True
         finally:
