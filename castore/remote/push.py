@@ -114,15 +114,15 @@ def push(
         parent = None if seen is None else seen.commit
         before = open_base(base.root(bucket, parent), pages)
         plan = choose(tree, before)
-        if seen is not None and head is not None and not plan.entries:
-            base.keep(_next_base(plan, [], head.tree, before, pages))
-            return Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
         rows = sender.send(plan.entries, tree)
         made: dict[bytes, bytes] = {}
         if tree is None:
             root = build((row for _, row in rows if row), made.__setitem__)
         else:
             root = edit(tree, rows, made.__setitem__)
+        if seen is not None and head is not None and root == head.tree:  # a repair may bring back an object
+            base.keep(_next_base(plan, rows, root, before, pages))
+            return Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
         sender.send_pages(made, pages)
         entries, logical, _ = Tree(root, pages.read).totals()
         commit = commits.encode_commit(Commit(root, parent, time.time(), _writer(), note, entries, logical))
