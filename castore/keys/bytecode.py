@@ -24,6 +24,7 @@ BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotname
 # borrow.
 _FUSED = re.compile(r"(?:(?:LOAD|STORE)_FAST(?:_BORROW)?_?)+")
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_LOADS_VARIABLE = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL")
 # These instructions rotate the computed value below the container and the key.
 _TURNS = ("SWAP", "ROT_THREE", "ROT_FOUR")
 # Methods that change lists, sets, dicts and deques.
@@ -111,7 +112,7 @@ def names_written(code: types.CodeType) -> frozenset[str]:
         for at, row in enumerate(rows):
             if row.opname == "STORE_ATTR":
                 found.add(f".{row.argval}")
-            elif row.opname == "STORE_DEREF":
+            elif row.opname in ("STORE_DEREF", "STORE_GLOBAL"):
                 found.add(row.argval)
             elif row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
                 continue  # the end of `values[key] += …`, which was counted at its beginning
@@ -149,4 +150,4 @@ def _name_at(rows: list[dis.Instruction], at: int) -> set[str]:
     """The name of the attribute or variable that the instruction before ``at`` loads."""
     if at and rows[at - 1].opname == "LOAD_ATTR":
         return {f".{rows[at - 1].argval}"}
-    return {rows[at - 1].argval} if at and rows[at - 1].opname in ("LOAD_DEREF", "LOAD_FAST") else set()
+    return {rows[at - 1].argval} if at and rows[at - 1].opname in _LOADS_VARIABLE else set()

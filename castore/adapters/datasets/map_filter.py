@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from datasets.dataset_dict import bind
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
@@ -77,7 +78,8 @@ def cached_map(
             batch are tried alone.
         **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs the function again.
             ``cache_file_name``, ``suffix_template`` and ``keep_in_memory`` are accepted and ignored, for they
-            decide where `datasets` would keep its own copy.
+            decide where `datasets` would keep its own copy. A dictionary of datasets takes the arguments of
+            its own `map`, ``with_split`` and ``cache_file_names`` among them.
 
     Raises:
         UnhashableError: a part of the function, or of an argument, has no stable hash.
@@ -117,10 +119,15 @@ def _run_cached(
     pending_puts.warn(stacklevel=4)
     store = step_runner.store_or_default(store)
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
-        parts = {
-            split: _run_cached(kind, part, function, store, fingerprint, codec, rowwise, given)
-            for split, part in dataset.items()
-        }
+        # A dictionary's defaults are not those of its parts.
+        of_part = _all_arguments(type(dataset), kind, given)
+        has_split = of_part.pop("with_split", False)
+        for name in ("self", "function", "cache_file_names"):
+            of_part.pop(name, None)
+        parts = {}
+        for split, part in dataset.items():
+            called = bind(function, split) if has_split else function
+            parts[split] = _run_cached(kind, part, called, store, fingerprint, codec, rowwise, of_part)
         return type(dataset)(parts)
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         raise InvalidValueError(

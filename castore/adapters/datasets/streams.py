@@ -76,17 +76,14 @@ class _KeptExamples(_BaseExamplesIterable):  # type: ignore[misc]
         # A filter calls its function inside one of its own, which adds a column.
         inside = step.function if hasattr(step, "mask_function") else None
         function = step.function if inside is None else step.mask_function
-        own = (
-            ends.enter_context(loops_closed(function)) if inspect.iscoroutinefunction(function) else function
-        )
         present = functools.partial(self._kept.key, function, step.fn_kwargs)
-        calls = Pass(self._kept, own, present, _shards_below(step.ex_iterable))
-        ends.callback(calls.close)
+        calls = Pass(self._kept, function, present, _shards_below(step.ex_iterable))
         called: Any
         if inspect.iscoroutinefunction(function):
-            called = functools.partial(_await, calls)
+            called = ends.enter_context(loops_closed(functools.partial(_await, calls)))
         else:
             called = calls.call_rows if self._rowwise else calls.call
+        ends.callback(calls.close)
         if inside is not None:
             called = functools.partial(inside.func, called, **inside.keywords)
         run = copy.copy(step)

@@ -85,7 +85,7 @@ class CachedIterableDataset(IterableDataset[Any]):
                 setattr(self, name, getattr(dataset, name))
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._sample, self._data)
+        return self._changes.passing(map(self._sample, self._data))
 
     def __len__(self) -> int:
         return len(self._data)  # type: ignore[arg-type] # an error that says so, if it has no length

@@ -11,6 +11,9 @@ The dataset may change itself while it is read: after each read the scan is repe
 dataset's reading methods assign or write to are skipped. A difference that appears while another thread reads
 is ignored.
 
+Globals that the code refers to are compared by digests when a pass over the dataset begins, and in each new
+worker: that takes about a millisecond, which is too long for each sample.
+
 Cannot see a write to single elements of a large array, list or dict, a write to a frame, or anything beyond
 the first values, in order of depth.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +35,7 @@ import torch
 from torch import nn
 
 from castore.adapters.torch.dataset_identity import DATASETS
+from castore.adapters.torch.outside import outside_values
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
@@ -77,7 +82,12 @@ class Changes:
         # The process of each read in progress: after a fork the list still has reads of threads that the
         # child lacks.
         self._reads: list[int] = []
+        self._process = os.getpid()
+        self._outside: dict[str, set[bytes]] = {}
+        self._has_read = False  # since the values outside were noted
         self.note()
+        if self._watched:
+            self._outside = _outside(data)
 
     def note(self) -> None:
         """Accept the present state as the unchanged one."""
@@ -87,13 +97,49 @@ class Changes:
 
     def glance(self) -> None:
         """Check whether attributes of the dataset itself have been set since the last note. Takes a
-        microsecond.
+        microsecond, but in a new process as long as `check`.
 
         Raises:
             InvalidValueError: an attribute was set to a different value.
         """
-        if self._watched and self._ids != _ids(self._data):
+        if not self._watched:
+            return
+        if self._process != os.getpid():
+            self.check()
+        elif self._ids != _ids(self._data):
             self._check(0)
+
+    def check(self) -> None:
+        """Check for all changes, those of globals too.
+
+        Raises:
+            InvalidValueError: something has changed; the message names it.
+        """
+        if not self._watched:
+            return
+        self._process = os.getpid()
+        self._check(0)
+        for told, digests in _outside(self._data).items():
+            before = self._outside.get(told, digests)
+            if not before <= digests and not digests <= before:  # one has more where more code was reached
+                _raise_changed(f"{told}, which the dataset refers to,")
+
+    def passing(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """The samples of a pass over the dataset: check for all changes before it, accept those that reads
+        have made at its end.
+
+        Raises:
+            InvalidValueError: something has changed; the message names it.
+        """
+        self.check()
+        return self._settled(samples)
+
+    def _settled(self, samples: Iterator[Any]) -> Iterator[Any]:
+        try:
+            yield from samples
+        finally:
+            if self._has_read and not sys.is_finalizing():
+                self._outside, self._has_read = _outside(self._data), False
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -113,6 +159,7 @@ class Changes:
             try:
                 yield
             finally:
+                self._has_read = True
                 self.note()
         finally:
             self._reads.remove(process)
@@ -135,19 +182,29 @@ class Changes:
         if self._reads.count(os.getpid()) > own or self._seen is not seen:
             return
         if path is not None:
-            _raise_changed(path)
+            _raise_changed(f"dataset{path}")
         self._ids, self._seen = ids, now
 
     def __getstate__(self) -> dict[str, Any]:
         # Identities mean nothing in another process: check for changes before the pickle leaves this one.
-        if self._watched:
-            self._check(0)
-        return {"_data": self._data, "_watched": self._watched, "_ids": [], "_seen": None, "_reads": []}
+        self.check()
+        return {**vars(self), "_ids": [], "_seen": None, "_reads": [], "_process": None}
 
 
-def _raise_changed(path: str) -> None:
+def _outside(data: Any) -> dict[str, set[bytes]]:
+    """The digests of what the code of a dataset and of its parts refers to outside of them."""
+    code: dict[int, Any] = {}
+    for seen in _walk(data):
+        kind = _kind_of(type(seen.value))
+        held = type(seen.value) if kind in ("object", "module") else seen.value
+        if isinstance(held, types.FunctionType | type) and library_of(held.__module__) is None:
+            code[id(held)] = held
+    return outside_values(code.values())
+
+
+def _raise_changed(what: str) -> None:
     raise InvalidValueError(
-        f"dataset{path} has been changed since the dataset was wrapped, so samples would be kept under a key "
+        f"{what} has been changed since the dataset was wrapped, so samples would be kept under a key "
         "that is not theirs; change the dataset first and wrap it anew, or say what identifies the data with "
         "key=..."
     )

@@ -135,7 +135,7 @@ class DatasetWrapper(Dataset[Any]):
         return self._many([self._index(index) for index in indices])
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._one, range(self._length))
+        return self._changes.passing(map(self._one, range(self._length)))
 
     def __enter__(self: Self) -> Self:
         return self

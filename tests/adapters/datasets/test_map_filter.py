@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,12 +14,14 @@ from typing import Any
 
 import datasets
 import PIL.Image
+import pyarrow as pa
 import pytest
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
 from castore.adapters.datasets.background import pending_puts
 from castore.errors import InvalidValueError, UnhashableError
+from tests.adapters.datasets.small_blocks import told
 from tests.helpers import flip, payload
 from tests.warm import WarmPython
 
@@ -281,7 +284,80 @@ def test_splits_are_cached_one_by_one(store: Store, texts: datasets.Dataset) -> 
     result = cached_map(both, size, store=store)
     assert isinstance(result, datasets.DatasetDict)
     assert result["test"][:] == texts.select(range(5)).map(size)[:]
-    assert not again(lambda: cached_map(texts.select(range(5)), size, store=store))
+    assert not again(lambda: cached_map(texts.select(range(5)), size, store=store, on_mixed_types=None))
+
+
+def _of_several_types(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"several": len(sample["text"]) if "1" in sample["text"] else "none"}
+
+
+def test_a_dictionary_has_the_defaults_of_its_own_map(store: Store) -> None:
+    """Values of several types are JSON in a dataset, and an error in a dictionary of datasets."""
+    rows = datasets.Dataset.from_dict({"text": ["1", "2", "11"]})
+    assert told(cached_map(rows, _of_several_types, store=store)) == told(rows.map(_of_several_types))
+    both = datasets.DatasetDict({"train": rows})
+    with pytest.raises(pa.ArrowException) as plain:
+        both.map(_of_several_types)
+    with pytest.raises(plain.type, match=re.escape(str(plain.value))):
+        cached_map(both, _of_several_types, store=store)
+    arguments: dict[str, Any] = {"on_mixed_types": "use_json"}
+    assert told(cached_map(both, _of_several_types, store=store, **arguments)) == told(
+        both.map(_of_several_types, **arguments)
+    )
+
+
+def _named(sample: dict[str, Any], split: str) -> dict[str, Any]:
+    ran()
+    return {"split": f"{split} {sample['text']}"}
+
+
+def _named_batch(text: list[str], indices: list[int], split: str) -> dict[str, Any]:
+    ran()
+    return {"split": [f"{split} {index} {value}" for index, value in zip(indices, text, strict=True)]}
+
+
+async def _named_later(sample: dict[str, Any], split: str) -> dict[str, Any]:
+    return _named(sample, split)
+
+
+_WITH_SPLIT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sample": (_named, {}),
+    "batch": (
+        _named_batch,
+        {"batched": True, "batch_size": 3, "with_indices": True, "input_columns": "text"},
+    ),
+    "coroutine": (_named_later, {}),
+}
+
+
+@pytest.mark.parametrize("case", _WITH_SPLIT)
+def test_a_function_of_a_dictionary_gets_the_name_of_the_split(store: Store, case: str) -> None:
+    function, arguments = _WITH_SPLIT[case]
+    same = _named if function is _named_later else function  # plain datasets leaves event loops open
+    rows = datasets.Dataset.from_dict({"text": ["a", "b", "c", "d"]})
+    both = datasets.DatasetDict({"train": rows, datasets.Split.TEST: rows})
+    streams = datasets.IterableDatasetDict({name: part.to_iterable_dataset() for name, part in both.items()})
+    expected = told(both.map(same, with_split=True, **arguments))
+    lists = {name: list(part) for name, part in streams.map(same, with_split=True, **arguments).items()}
+    for number in range(2):
+        runs.clear()
+        ours = cached_map(both, function, store=store, with_split=True, **arguments)
+        assert told(ours) == expected
+        found = cached_map(streams, function, store=store, with_split=True, **arguments)
+        assert {name: list(part) for name, part in found.items()} == lists
+        assert bool(runs) is not bool(number)
+        wait()
+
+
+def test_a_dictionary_takes_names_of_cache_files_and_uses_none(store: Store, tmp_path: Path) -> None:
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a", "b"]})})
+    names = {"train": str(tmp_path / "cache.arrow")}
+    assert cached_map(both, size, store=store, cache_file_names=names)["train"]["size"][:] == [1, 1]
+    kept = cached_filter(both, is_long, store=store, cache_file_names=names)
+    assert len(kept["train"]) == 0
+    assert not (tmp_path / "cache.arrow").exists()
+    with pytest.raises(InvalidValueError, match=r"DatasetDict\.map has no argument 'cache_file_name'"):
+        cached_map(both, size, store=store, cache_file_name="a")
 
 
 _PROGRAM = """

@@ -178,6 +178,104 @@ def test_a_function_that_is_changed_is_an_error(store: Store) -> None:
         list(cached)
 
 
+class _Settings:
+    def __init__(self) -> None:
+        self.by = 1
+        self.asked = 0
+
+    def get(self) -> int:
+        self.asked += 1
+        return self.by
+
+
+_factor = 1
+_settings = {"by": 1}
+_held = _Settings()
+_known: dict[int, int] = {}
+_asked = 0
+_model: Any = None
+
+
+def _scaled(item: int) -> int:
+    return item * _factor
+
+
+def _by_global(item: int) -> int:
+    return _scaled(item)
+
+
+def _by_settings(item: int) -> int:
+    return item + _settings["by"]
+
+
+def _by_object(item: int) -> int:
+    return item + _held.get()
+
+
+def _by_what_it_keeps(item: int) -> int:
+    global _asked, _model
+    _asked += 1
+    _model = _model or {"by": 1}
+    _known[item] = item
+    return item + int(_model["by"])
+
+
+class _HasSettings:
+    def __init__(self) -> None:
+        self.settings = {"by": 1}
+
+    def __call__(self, item: int) -> int:
+        return item + self.settings["by"]
+
+
+_has_settings = _HasSettings()
+
+
+def _other_scaled(item: int) -> int:
+    return item * 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("transform", "target", "name", "value", "told"),
+    [
+        (_by_global, globals(), "_factor", 5, "the global '_factor' of tests"),
+        (_by_global, globals(), "_scaled", _other_scaled, "the global '_scaled' of tests"),
+        (_by_settings, _settings, "by", 5, "the global '_settings' of tests"),
+        (_by_object, vars(_held), "by", 5, "the global '_held' of tests"),
+        (_has_settings, _has_settings.settings, "by", 5, r"dataset.settings\['by'\]"),
+    ],
+)
+def test_an_epoch_begins_with_a_look_whether_anything_has_changed(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+    transform: Any,
+    target: dict[str, Any],
+    name: str,
+    value: Any,
+    told: str,
+) -> None:
+    expected = [transform(1), transform(2)]
+    cached = CachedIterableDataset([1, 2], transform, store)
+    loader: Any = DataLoader(cached, batch_size=None, num_workers=workers)
+    for _ in range(2):
+        assert list(loader) == expected
+    monkeypatch.setitem(target, name, value)
+    with pytest.raises(InvalidValueError, match=rf"({told}).* has been changed since"):
+        list(loader)
+    monkeypatch.undo()
+    assert list(loader) == expected
+
+
+def test_what_a_function_keeps_in_globals_is_its_own_business(store: Store) -> None:
+    cached = CachedIterableDataset([1, 2, 3], _by_what_it_keeps, store)
+    for _ in range(2):
+        assert list(cached) == [2, 3, 4]
+        _by_what_it_keeps(7)  # somebody looks past the cache
+    assert list(CachedIterableDataset([1, 2, 3, 4], _by_what_it_keeps, store, key="own")) == [2, 3, 4, 5]
+
+
 def test_a_store_without_room_gives_the_samples_and_one_warning(tmp_path: Path) -> None:
     with Store(tmp_path / "full", max_size=1000, memory=0) as full:
         cached = CachedIterableDataset(range(3), lambda item: os.urandom(5000) + bytes([item]), full)

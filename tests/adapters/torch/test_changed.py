@@ -413,6 +413,36 @@ def test_a_dataset_that_has_grown_says_so(wrap: Callable[..., Any], tmp_path: Pa
                 look(cached)
 
 
+# --- globals ------------------------------------------------------------------------------------------------
+
+
+SCALE = 1
+
+
+def scaled(x: Any) -> Any:
+    return x * SCALE
+
+
+@pytest.mark.parametrize(
+    "start", ["here", "fork", "forkserver", pytest.param("spawn", marks=pytest.mark.matrix)]
+)
+def test_a_pass_and_a_worker_see_a_global_that_has_changed(
+    wrap: Callable[..., Any], start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wrap(Transformed(scaled), tmp_path / "cache") as cached:
+        context = None if start == "here" else start
+        workers = 0 if start == "here" else 1
+        loader: Any = DataLoader(cached, batch_size=5, num_workers=workers, multiprocessing_context=context)
+        passes = cached if start == "here" else loader
+        for _ in range(2):
+            assert len(list(passes)) == (10 if start == "here" else 2)
+        monkeypatch.setattr(f"{__name__}.SCALE", 3)
+        with pytest.raises(
+            InvalidValueError, match=r"the global 'SCALE' of tests\..* has been changed since"
+        ):
+            list(passes)
+
+
 # --- encoders -----------------------------------------------------------------------------------------------
 
 
