@@ -42,7 +42,8 @@ def find_units(source: Source | Mixture, seen: SeenFiles, store: Store, folder: 
         source: the files.
         seen: the files as the run has seen them.
         store: remembers what files have in common.
-        folder: a folder for temporary files; None to read nothing but for the digests of files.
+        folder: a folder for temporary files; None to read nothing but for the digests of files. Where the
+            first file was never the first one before, what all have in common is then a guess.
 
     Raises:
         DependentFileError: only all files together decide about the rows; or, without a folder, what they
@@ -203,15 +204,34 @@ def _find_common(
     count = next((number for number, file in enumerate(source.files, 1) if seen.state(file).st_size), 1)
     files = [*source.files[:1], *source.files[count - 1 : count]] if count > 1 else source.files[:1]
     known = types if source.kind in TYPED_BY_ALL_ROWS else None
-    cache_key = ["common", _VERSION, identity, [seen.digest(file) for file in files], known]
+
+    def cache_key(files: Sequence[str]) -> list[Any]:
+        return ["common", _VERSION, identity, [seen.digest(file) for file in files], known]
 
     def find(folder: Path) -> Any:
         found = file_reader.find_common(source.kind, files, known, str(folder))
         seen.check(files)
         return [found.features.to_dict(), found.is_known_first]
 
-    features, is_known_first = _remembered(store, cache_key, find, folder)
+    try:
+        features, is_known_first = _remembered(store, cache_key(files), find, folder)
+    except DependentFileError:
+        if folder is not None:
+            raise
+        features, is_known_first = _guess_common(source, cache_key, store)
     return Common(datasets.Features.from_dict(features), is_known_first, known)
+
+
+def _guess_common(source: Source, cache_key: Callable[[list[str]], Any], store: Store) -> Any:
+    """The properties in common as they were for another first file, which an earlier run has read.
+
+    Raises:
+        DependentFileError: no such file is there any more.
+    """
+    for file in source.files:
+        with suppress(DependentFileError):
+            return _remembered(store, cache_key([file]), lambda _: None, None)
+    raise DependentFileError
 
 
 def _remembered(store: Store, cache_key: Any, find: Callable[[Path], Any], folder: Path | None) -> Any:

@@ -517,6 +517,30 @@ def test_a_new_file_in_front_costs_itself_and_not_the_one_that_was_first(
     assert not files & {entry.digest for entry in reading.store.entries(BLOCKS_FOLDER)}
 
 
+def test_explain_foretells_what_a_new_first_file_costs(
+    reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cutting, "TARGET_BYTES", 2**20)  # each file is a block
+    monkeypatch.setattr(cutting, "TARGET_ROWS", 4000)
+    monkeypatch.setattr(source_blocks, "_SMALLEST_FILE", 1)
+    for number in range(1, 5):
+        write_lines(reading.folder / f"{number}.jsonl", rows_of(number, 1300))
+    recipe = Recipe(str(reading.folder), str(reading.folder.parent / "out.jsonl"), [lower, shorter])
+    runner.process(recipe, store=reading.store)
+    for row, reused in (({"text": "new", "n": 1, "x": 0.5}, 5200), ({"text": "new", "n": 1.5, "x": 0.5}, 0)):
+        write_lines(reading.folder / "0.jsonl", [row] * 1300)
+        reading.files.clear()
+        foretold = runner.explain(recipe, reading.store)
+        assert reading.files == []
+        ran = runner.process(recipe, store=reading.store).steps
+        for explained, step in zip(foretold, ran, strict=True):
+            assert step.rows_reused == reused
+            assert (explained.rows_reused, explained.blocks_reused, explained.blocks_in) == (5200, 4, 5)
+            assert not explained.is_sure
+            sentence = "1 of 5 blocks run, and 5,200 rows do not, if new rows have the types of the others"
+            assert str(explained).endswith(sentence)
+
+
 def shorter(sample: Row) -> Row:
     return {"text": sample["text"][:20]}
 
@@ -555,7 +579,8 @@ def test_explain_names_files_that_are_new_or_changed_or_gone_or_moved(reading: R
         assert abs(explained.rows_reused - step.rows_reused) < 200
         assert step.rows_reused > 1200
         assert str(explained).endswith(
-            f"{run} of {explained.blocks_in} blocks run, and {explained.rows_reused:,} rows do not"
+            f"{run} of {explained.blocks_in} blocks run, and {explained.rows_reused:,} rows do not, "
+            "if new rows have the types of the others"
         )
 
 
@@ -590,7 +615,7 @@ def test_explain_counts_rows_where_an_operator_has_changed(reading: Reading) -> 
     runner.process(Recipe(str(reading.folder), out, [lower]), store=reading.store)
     [explained] = runner.explain(Recipe(str(reading.folder), out, [shorter]), reading.store)
     assert explained.changes == ["the store has no result of this operator"]
-    assert (explained.rows_in, explained.files) == (None, None)  # its first block decides about all others
+    assert (explained.rows_in, explained.files) == (None, None)  # nothing of it is kept
     assert runner.explain(Recipe(str(reading.folder), out, [lower]), reading.store)[0].hit
 
 

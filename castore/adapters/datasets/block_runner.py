@@ -323,7 +323,7 @@ class BlockRun:
         return found
 
     def find(
-        self, blocks: Iterable[SourceBlock | None]
+        self, blocks: Iterable[SourceBlock | None], features: str | None = None
     ) -> Iterator[tuple[SourceBlock | None, BlockResult | None]]:
         """Blocks with their results, as far as those are kept. Runs nothing.
 
@@ -332,12 +332,15 @@ class BlockRun:
 
         Args:
             blocks: the blocks of the input, in order; None for one that is not known.
+            features: a guess at the features of the result, for a first block whose result is not kept.
         """
         keys, first = _Keys(self._step), 0
         for block in blocks:
             found = None if block is None else find_result(self._store, keys.of(block, first))
             if found is None and not keys.are_final:
-                return
+                if features is None:
+                    return
+                keys.features = features
             if found is not None:
                 keys.learn(found)
             if self._step.is_numbered and block is not None:
@@ -365,7 +368,7 @@ class BlockRun:
 
     def features_of(self, results: Sequence[BlockResult]) -> datasets.Features:
         """The features of the step's result, from the results of some of its blocks, at least one."""
-        features = _with_rows(results)[0].features
+        features = features_of(results)
         return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
 
 
@@ -628,6 +631,11 @@ class _Maker:
 def _are_same_files(rows: pa.Table, features: datasets.Features, files: Sequence[Any]) -> bool:
     """Whether files that rows name are still as they were when the key of the rows was made."""
     return not files or file_states(rows, features) == files
+
+
+def features_of(results: Sequence[BlockResult]) -> str:
+    """The features of a step's result, as its blocks have them, from some of these, at least one."""
+    return _with_rows(results)[0].features
 
 
 def _with_rows(results: Sequence[BlockResult]) -> Sequence[BlockResult]:

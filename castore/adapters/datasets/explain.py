@@ -72,9 +72,12 @@ class Explanation:
         rows_in, rows_reused: on a miss, rows before the step, and those that would not run, since the results
             of their blocks are kept. ``rows_in`` is None where it is known only after the step before. Both
             are None where nothing is known before a run: the step, or one before it, runs as one piece, or
-            its first block has changed, which decides about all others; so they are for hits.
+            nothing is kept of its operator; so they are for hits.
         blocks_in, blocks_reused: the same in blocks. A file that is not read yet counts as one block. Small
             blocks behind what is not there yet may run with it: that is not foretold.
+        is_sure: False where these four hold only if new rows have columns of the types that the others have:
+            files that are not read yet, and a first block that has changed, decide about the types of all
+            rows.
         files: for the first step of a recipe, on a miss: how the files differ from those of the last run.
     """
 
@@ -87,6 +90,7 @@ class Explanation:
     rows_reused: int | None = None
     blocks_in: int | None = None
     blocks_reused: int | None = None
+    is_sure: bool = True
     files: FileChanges | None = None
 
     def __str__(self) -> str:
@@ -100,6 +104,7 @@ class Explanation:
                 sentences.append(f"{rows:,} of {self.rows_in:,} rows run ({blocks})")
             else:
                 sentences.append(f"{blocks} run, and {self.rows_reused:,} rows do not")
+            sentences[-1] += "" if self.is_sure else ", if new rows have the types of the others"
         return f"{self.name}: miss: {'; '.join(sentences)}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ those that are not there: their rows are known only after a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import datasets
@@ -50,6 +50,7 @@ class Forecast(NamedTuple):
         rows_kept: rows of the blocks whose results are kept.
         features: the features of its result.
         pieces: the files of its result.
+        is_guess: whether the features of its result are a guess, and with them what is kept.
     """
 
     blocks: int
@@ -58,6 +59,7 @@ class Forecast(NamedTuple):
     rows_kept: int
     features: datasets.Features
     pieces: Sequence[Piece]
+    is_guess: bool
 
 
 def stand_in(features: datasets.Features, pieces: Sequence[Piece]) -> datasets.Dataset:
@@ -68,22 +70,26 @@ def stand_in(features: datasets.Features, pieces: Sequence[Piece]) -> datasets.D
     return datasets.Dataset(table, info=datasets.DatasetInfo(features=features), fingerprint="unread")
 
 
-def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> Forecast | None:
+def forecast(
+    run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None, features: str | None
+) -> Forecast | None:
     """Foretell the blocks and rows of a step.
 
     Args:
         run: a run of the step.
         step: the step.
         pieces: the files of its input; None to read the input.
+        features: the features of an earlier result, a guess where the first block's result is not kept: that
+            one decides about the others.
 
     Returns:
-        None where that is known only after a run: the first block's result, which decides about the others,
-        is not kept, or the files are no blocks of an input that is not there yet.
+        None where that is known only after a run: there is no guess, nothing is kept that it leads to, or
+        the files are no blocks of an input that is not there yet.
     """
     if pieces is None:
         found = [
-            (None if result is not None else len(block.read()), result)
-            for block, result in run.find(source_blocks(step.dataset, step.rule))
+            (None if result is not None else len(block.read()), result, 0)
+            for block, result in run.find(source_blocks(step.dataset, step.rule), features)
             if block is not None
         ]
     elif (
@@ -95,29 +101,37 @@ def forecast(run: BlockRun, step: BlockStep, pieces: Sequence[Piece] | None) -> 
         return None
     else:
         groups = list(_put_together(pieces, step.rule.first_rows))
-        kept = run.find(map(_block, groups))
-        found = [(_rows(group), result) for group, (_, result) in zip(groups, kept, strict=False)]
+        kept = run.find(map(_block, groups), features)
+        found = [
+            (_rows(group), result, sum(piece.size for piece in group))
+            for group, (_, result) in zip(groups, kept, strict=False)
+        ]
         if len(found) < len(groups):
             return None
-    results = [result for _, result in found if result is not None]
+    results = [result for _, result, _ in found if result is not None]
     if not step.has_features and not any(result.rows for result in results):
         return None
-    features = run.features_of(results) if results else step.dataset.features
-    counts = [rows if result is None else result.rows_in for rows, result in found]
+    counts = [rows if result is None else result.rows_in for rows, result, _ in found]
+    decides = next((result for _, result, _ in found if result is None or result.rows), None)
     return Forecast(
         blocks=len(found),
         kept=len(results),
         rows_in=None if None in counts else sum(count or 0 for count in counts),
         rows_kept=sum(result.rows_in for result in results),
-        features=features,
-        pieces=[_result_piece(rows, result, step) for rows, result in found if result is None or result.rows],
+        features=run.features_of(results) if results else step.dataset.features,
+        pieces=[
+            _result_piece(rows, result, size, step)
+            for rows, result, size in found
+            if result is None or result.rows
+        ],
+        is_guess=decides is None and not step.has_features,
     )
 
 
-def _result_piece(rows: int | None, result: BlockResult | None, step: BlockStep) -> Piece:
+def _result_piece(rows: int | None, result: BlockResult | None, size: int, step: BlockStep) -> Piece:
     if result is not None:
         return Piece(result.digest, result.rows, result.size, result.names_files)
-    return Piece(None, rows if step.keeps_count else None, 0)
+    return Piece(None, rows if step.keeps_count else None, size)
 
 
 def _rows(group: Sequence[Piece]) -> int | None:
@@ -125,8 +139,12 @@ def _rows(group: Sequence[Piece]) -> int | None:
     return None if None in counts else sum(count or 0 for count in counts)
 
 
-def _put_together(pieces: Iterable[Piece], first_rows: int) -> Iterator[list[Piece]]:
-    """Files as blocks, as `source_blocks` puts them together. A file that is not there yet ends a block."""
+def _put_together(pieces: Sequence[Piece], first_rows: int) -> Iterator[list[Piece]]:
+    """Files as blocks, as `source_blocks` puts them together. A file that is not there yet ends a block, and
+    has about as many rows for its size as the others.
+    """
+    known = [piece for piece in pieces if piece.rows is not None]
+    rows_a_byte = sum(piece.rows or 0 for piece in known) / max(1, sum(piece.size for piece in known))
     group: list[Piece] = []
     is_first = True
     for piece in pieces:
@@ -134,7 +152,8 @@ def _put_together(pieces: Iterable[Piece], first_rows: int) -> Iterator[list[Pie
         size = sum(item.size for item in group)
         is_whole = piece.digest is None or ends_block(bytes.fromhex(piece.digest), piece.size, size)
         if is_whole and is_first and first_rows:
-            is_whole = sum(item.rows or 0 for item in group) >= first_rows
+            counts = (item.size * rows_a_byte if item.rows is None else item.rows for item in group)
+            is_whole = sum(counts) >= first_rows
         if is_whole:
             yield group
             group, is_first = [], False

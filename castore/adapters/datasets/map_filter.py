@@ -180,6 +180,7 @@ def _run_cached(
         rows_in=len(dataset),
         fresh=given.get("load_from_cache_file") is False,
         blocks=blocks,
+        info=dataset.info,
     ).dataset
 
 

@@ -28,7 +28,7 @@ from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, format_digest
-from castore.adapters.datasets.explain import Explanation, explain, make_explanation
+from castore.adapters.datasets.explain import Explanation, explain, find_records, make_explanation
 from castore.adapters.datasets.forecast import Piece, forecast, stand_in
 from castore.adapters.datasets.hash_pass import Hashed, compute_hashes, hash_step
 from castore.adapters.datasets.lazy_dataset import LazyDataset
@@ -207,20 +207,25 @@ class Pipeline:
         elif isinstance(dataset, LazyDataset) and dataset.pieces is not None:
             pieces = dataset.pieces
             dataset = stand_in(dataset.info.features, pieces)
+        records = find_records(self.store, self.name)
+        is_sure = pieces is None or all(piece.digest is not None for piece in pieces)
         for step in planned[number:]:
-            run = _Run(self, dataset, ProgressMeter(self.steps, None))
-            blocks = run.in_blocks(step) or run.hashes_in_blocks(step)
+            over = _Run(self, dataset, ProgressMeter(self.steps, None))
+            blocks = over.in_blocks(step) or over.hashes_in_blocks(step)
             if blocks is None:
                 break
-            found = forecast(BlockRun(self.store, blocks, StorageOptions(self.codec)), blocks, pieces)
+            run = BlockRun(self.store, blocks, StorageOptions(self.codec))
+            found = forecast(run, blocks, pieces, _last_features(records, step))
             if found is None:
                 break
+            is_sure = is_sure and not found.is_guess
             explanations[step.number] = dataclasses.replace(
                 explanations[step.number],
                 rows_in=found.rows_in,
                 rows_reused=found.rows_kept,
                 blocks_in=found.blocks,
                 blocks_reused=found.kept,
+                is_sure=is_sure,
             )
             if format_digest(dataset) or step.step.kind == "deduplicate":
                 break  # the formats of results are not known beforehand
@@ -351,6 +356,19 @@ def _warn_of_doubts(store: Store, planned: Sequence[PlannedStep]) -> None:
     for step in planned:
         if step.description.doubts is not None:
             step.description.doubts.compare(store, step.step.name, RANDOM_ADVICE)
+
+
+def _last_features(records: Sequence[dict[str, Any]], step: PlannedStep) -> str | None:
+    """The features of the latest result that a step's operator has made block by block."""
+    wanted = step.step.name, step.step.kind, step.description.fingerprint
+    return next(
+        (
+            record["features"]
+            for record in records
+            if "features" in record and (record["step"], record["kind"], record["operator"]) == wanted
+        ),
+        None,
+    )
 
 
 def _source_fingerprint(planned: Sequence[PlannedStep]) -> str:

@@ -34,7 +34,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
-from castore.adapters.datasets.block_runner import BlockRun
+from castore.adapters.datasets.block_runner import BlockRun, features_of
 from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
@@ -274,6 +274,7 @@ def _run_in_blocks(
         measured: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
         measured["seconds"] = round(time.perf_counter() - began, 6)
         measured["work_seconds"] = round(sum(result.seconds for result in results), 6)
+        measured["features"] = features_of(results)  # a later forecast's guess
         saved = sum(result.seconds for result in results if result.reused)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:

@@ -570,3 +570,16 @@ def test_bad_arguments_say_what_to_do(store: Store, texts: datasets.Dataset) -> 
         cached_map(texts, size, store=store, new_fingerprint="x")
     with pytest.raises(InvalidValueError, match="or IterableDataset, not list"):
         cached_map([texts], size, store=store)
+
+
+def test_a_result_has_the_description_and_the_ids_of_the_present_input(store: Store) -> None:
+    for text in ("one", "only", "other", "one"):
+        features = datasets.Features({"n": datasets.Value("int64", id=f"the id {text[:2]}")})
+        info = datasets.DatasetInfo(text, license=f"of {text}", features=features)
+        data = datasets.Dataset.from_dict({"n": list(range(20))}, info=info)
+        plain = data.map(lambda row: {"more": row["n"] + 1}).filter(lambda row: row["n"] % 2)
+        for _ in range(2):
+            result = cached_map(data, lambda row: {"more": row["n"] + 1}, store=store)
+            result = cached_filter(result, lambda row: row["n"] % 2, store=store)
+            assert (result.info.description, result.info.license) == (text, f"of {text}")
+            assert result.features.to_dict() == plain.features.to_dict()
