@@ -119,10 +119,10 @@ class Changes:
             return
         self._process = os.getpid()
         self._check(0)
-        for told, digests in _outside(self._data).items():
-            before = self._outside.get(told, digests)
+        for label, digests in _outside(self._data).items():
+            before = self._outside.get(label, digests)
             if not before <= digests and not digests <= before:  # one has more where more code was reached
-                _raise_changed(f"{told}, which the dataset refers to,")
+                _raise_changed(f"{label}, which the dataset refers to,")
 
     def passing(self, samples: Iterator[Any]) -> Iterator[Any]:
         """The samples of a pass over the dataset: check for all changes before it, accept those that reads

@@ -35,9 +35,9 @@ def outside_values(code: Iterable[types.FunctionType | type]) -> dict[str, set[b
         with contextlib.suppress(UnhashableError):  # of a part that pickle leaves out: the dataset has a key
             encode(DATASETS, one, "", watch)
     return {
-        f"the {told} of {module}": digests
-        for (module, told), digests in watch.found.items()
-        if (module, told) not in watch.written
+        f"the {label} of {module}": digests
+        for (module, label), digests in watch.found.items()
+        if (module, label) not in watch.written
     }
 
 
@@ -71,20 +71,20 @@ class _Outside(Watch):
         self._note(f"code of {function.__qualname__}", encoder.tagged("own", *own))
 
     def reference(self, value: Any, step: str, code: bytes) -> None:
-        told = f"attribute {step[1:]!r}" if step.startswith(".") else step.removeprefix(" -> ")
-        if not self._modules or told.startswith("closure ") or isinstance(value, types.ModuleType):
+        label = f"attribute {step[1:]!r}" if step.startswith(".") else step.removeprefix(" -> ")
+        if not self._modules or label.startswith("closure ") or isinstance(value, types.ModuleType):
             return
         if isinstance(value, _CODE):  # its code is noted on its own
-            self._note(told, f"{_module(value.__module__)}.{value.__qualname__}".encode())
+            self._note(label, f"{_module(value.__module__)}.{value.__qualname__}".encode())
             return
         try:
             # Alone: inside other code, the bytes depend on what has been met before.
-            self._note(told, encode(DATASETS, value, "").code)
+            self._note(label, encode(DATASETS, value, "").code)
         except UnhashableError:
             return
 
-    def _note(self, told: str, code: bytes) -> None:
-        self.found.setdefault((self._modules[-1], told), set()).add(blake3(code).digest(_DIGEST))
+    def _note(self, label: str, code: bytes) -> None:
+        self.found.setdefault((self._modules[-1], label), set()).add(blake3(code).digest(_DIGEST))
 
 
 def _module(name: Any) -> str:
