@@ -112,8 +112,8 @@ def features_text(features: datasets.Features | None) -> str:
     """Features as they count in keys: by their text, in which ids do not show, so also by those if any has
     one.
     """
-    told = "" if features is None else json.dumps(features.to_dict())
-    return told if '"id": "' in told else str(features)
+    full = "" if features is None else json.dumps(features.to_dict())
+    return full if '"id": "' in full else str(features)
 
 
 def format_digest(dataset: datasets.Dataset) -> list[Any]:
