@@ -76,15 +76,18 @@ def test_requests_of_a_mount_are_counted(store: Store, tmp_path: Path) -> None:
         pytest.skip(why)
     for number in range(5):
         store.put(f"files/{number}", b"%d" % number)
+    readings = []
     with Mount.of_store(store.path, tmp_path / "mnt", "--pin") as mount:
-        for reading in ("first", "again"):
-            with tracing.requests(mount.root, tmp_path / reading) as found:
+        for reading in range(6):
+            with tracing.requests(mount.root, tmp_path / str(reading)) as found:
                 for number in range(5):
                     assert (mount.root / "files" / str(number)).read_bytes() == b"%d" % number
-            if reading == "first":
-                assert found["LOOKUP"] >= 5
-            else:  # in a pinned mount, a second read of a file sends the daemon no request
-                assert found["LOOKUP"] == found["OPEN"] == found["READ"] == 0
+            readings.append([found[name] for name in ("LOOKUP", "OPEN", "READ")])
+    first, *again = readings
+    assert first[0] >= 5
+    # In a pinned mount, a second read of a file sends the daemon no request, unless a test of another process
+    # has dropped the kernel's caches meanwhile.
+    assert [0, 0, 0] in again
 
 
 READERS = ["castore-levels", "files"]
