@@ -88,7 +88,7 @@ def require_several(items: Iterable[T], of: str, what: str = "names") -> Iterato
 def check_known_name(name: str) -> str:
     """`name`, if it may be in the index.
 
-    That is a name that users may give, or one of castore's own (remote/kept_bytes.py).
+    The index has names that users may give, and names of castore's own (remote/kept_bytes.py).
 
     Raises:
         InvalidNameError: see `check_name`.

@@ -13,7 +13,7 @@ import sys
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError
+from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.error_values import rebuild
@@ -376,7 +376,8 @@ class Remote:
             progress: as for `push`.
 
         Bytes count by their digest, so the store may have them under any name. No name of the store comes
-        into a ref. Each ref that lacks bytes gets a new commit, whose names lead to the new objects.
+        into a ref. A ref gets a new commit if its names lead to new objects, and none if the lost objects
+        themselves come back.
 
         Returns:
             The outcome for each ref, if there are problems, but for refs whose newest commit no longer exists
@@ -394,6 +395,8 @@ class Remote:
         for ref in checked.refs if bad else ():
             try:
                 repaired.append(self._push("", ref, "repair", False, bad, progress))
+            except (RemoteDeniedError, RemoteUnreachableError):
+                raise
             except RemoteError:
                 if ref not in without_commit:
                     raise

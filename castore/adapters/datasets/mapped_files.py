@@ -6,8 +6,8 @@ mapped bytes live until they are unmapped. Every object is checked before it is 
 `castore.adapters.mapped_check`.
 
 Callers get paths through a symbolic link in a folder of datasets' own cache. A plain `map` on a dataset
-writes its cache file beside the dataset's file. That place must not be the object directory, and cannot be a
-read-only mount.
+writes its cache file beside the dataset's file. So datasets' files must not seem to lie in the object
+directory, where nothing else may be, nor in a read-only mount.
 """
 
 from __future__ import annotations
