@@ -3,8 +3,9 @@
 The kernel knows which users are alive: each process holds a shared ``flock`` on the file through its own open
 file description, which ends with the process in any case. A process that leaves tries to get the exclusive
 lock. If it succeeds, it was the last, and unlinks the file. A segment left by a crash has no lock; the next
-process that creates a segment removes it. Python's resource tracker is not used: it unlinks segments that
-others still use (cpython #82300).
+process that creates a segment removes it, and so does a process that has used segments, at its end: a
+loader's workers may be killed after the process that made the segment has left it. Python's resource tracker
+is not used: it unlinks segments that others still use (cpython #82300).
 
 Pages are reserved before they are touched, so a full ``/dev/shm`` is an error here and never a bus error
 elsewhere. Bytes are zero at first. The caller decides what they mean, and who may write which bytes when.
@@ -100,7 +101,7 @@ class Segment:
         self._threads = threading.Lock()
         self._finalizer = weakref.finalize(self, handle.release)
         self._finalizer.atexit = False  # atexit would be too early: see _leave_at_exit
-        _living.add(self)
+        _note_use(self)
         reset_after_fork(self)
 
     def _after_fork(self) -> None:
@@ -153,12 +154,21 @@ class Segment:
 
 
 _living: weakref.WeakSet[Segment] = weakref.WeakSet()
+_had_any = False
+
+
+def _note_use(segment: Segment) -> None:
+    global _had_any
+    _had_any = True
+    _living.add(segment)
 
 
 def _leave_all() -> None:
     # Not through the finalizers: weakref runs none so late.
     for segment in list(_living):
         segment._handle.release()
+    if _had_any:
+        clear_dead()
 
 
 def _leave_at_exit(_: object = None) -> None:

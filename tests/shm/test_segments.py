@@ -186,6 +186,29 @@ def test_making_any_segment_clears_all_dead_ones(name: str) -> None:
     assert not path_of(f"{name}-dead").exists()
 
 
+_LEAVES_BEFORE_ITS_CHILD = """
+import os, signal, sys
+from castore.shm.segments import Segment
+segment = Segment(sys.argv[1], 4096, {})
+here, there = os.pipe()
+if not (child := os.fork()):
+    os.write(there, b"x")
+    signal.pause()
+os.read(here, 1)
+segment.close()
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_process_that_ends_clears_what_its_killed_child_left(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVES_BEFORE_ITS_CHILD, name], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+    assert not path_of(name).exists()
+
+
 def test_half_made_segments_are_made_anew(name: str) -> None:
     path_of(name).write_bytes(bytes(8192))  # its maker died before it wrote the header
     segment = Segment(name, 100, {})
