@@ -103,6 +103,52 @@ class Tokens:
         return bool(sample[_STATS]["tokens"] >= self.least)
 
 
+def _count_row(file: str) -> None:
+    if file not in _counters:
+        _counters[file] = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(_counters[file], b".")
+
+
+# Descriptors of files, by path.
+_counters: dict[str, int] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedMap:
+    """An operator that adds a byte to a file for each row."""
+
+    operator: Callable[[Sample], Sample]
+    file: str
+
+    def __call__(self, sample: Sample) -> Sample:
+        _count_row(self.file)
+        return self.operator(sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedFilter:
+    """A filter that adds a byte to a file for each row that it measures or decides about."""
+
+    operator: Any
+    file: str
+
+    def compute_stats(self, sample: Sample) -> Sample:
+        _count_row(self.file)
+        return self.operator.compute_stats(sample)  # type: ignore[no-any-return]
+
+    def process(self, sample: Sample) -> bool:
+        _count_row(self.file)
+        return bool(self.operator.process(sample))
+
+
+def counted(chain: Sequence[Any], file: str) -> list[Any]:
+    """The same operators, which count the rows that run in the size of a file."""
+    return [
+        CountedFilter(operator, file) if hasattr(operator, "compute_stats") else CountedMap(operator, file)
+        for operator in chain
+    ]
+
+
 def vocabulary(texts: Sequence[str], words: int) -> dict[str, int]:
     """The most frequent pieces, numbered by rank behind the bytes."""
     counts: Counter[str] = Counter()

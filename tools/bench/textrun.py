@@ -121,6 +121,7 @@ class Process:
         way, name, third: as for `run` and `recipe.operators`.
         source, cache: as for `run`; the cache that `datasets` keeps elsewhere lies beside ``cache``.
         check, last, num_proc: as for `run`.
+        counter: a file whose size becomes the number of rows that run, in all steps.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Process:
         check: bool = True,
         last: bool = False,
         num_proc: int | None = None,
+        counter: Path | None = None,
     ) -> None:
         command = [
             sys.executable,
@@ -151,6 +153,7 @@ class Process:
                 *(["--check"] if check else []),
                 *(["--last"] if last else []),
                 *([f"--num-proc={num_proc}"] if num_proc else []),
+                *([f"--counter={counter}"] if counter else []),
             ],
             cwd=_PROJECT,
             env={**os.environ, "HF_DATASETS_CACHE": str(cache.parent / "hugging-face")},
@@ -184,6 +187,10 @@ class Process:
             time.sleep(0.01)
         return max(most, recipe.size_on_disk(folder))
 
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself, or of an error."""
+        return self._process.poll() is not None
+
     def kill(self) -> bool:
         """Kill it with SIGKILL; False if it had ended."""
         self._process.kill()
@@ -195,11 +202,13 @@ def main() -> None:
     way, name, third, source, cache, *rest = sys.argv[1:]
     datasets.disable_progress_bars()
     chain = recipe.operators(name, int(third), lambda: documents(Path(source)))
+    given = dict(word.split("=", 1) for word in rest if "=" in word)
+    if "--counter" in given:
+        chain = recipe.counted(chain, given["--counter"])
     print("begins", flush=True)
-    processes = [int(word.partition("=")[2]) for word in rest if word.startswith("--num-proc=")]
     ran = run(
         way, chain, Path(source), Path(cache), check="--check" in rest, last="--last" in rest,
-        num_proc=processes[0] if processes else None,
+        num_proc=int(given["--num-proc"]) if "--num-proc" in given else None,
     )  # fmt: skip
     print(json.dumps(ran._asdict()), flush=True)
 

@@ -14,7 +14,6 @@ _ROWS, _BYTES = 4, 512
 _changed: tuple[tuple[Any, str, int], ...] = (
     (cutting, "TARGET_ROWS", _ROWS),
     (cutting, "TARGET_BYTES", _BYTES),
-    (source_blocks, "TARGET_BYTES", _BYTES),
     (source_blocks, "_SMALLEST_FILE", _BYTES),
     (stored_table, "SMALL_BYTES", 0),
     (dataset_entries, "SMALL_BYTES", 0),

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import datasets
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
+from datasets.table import MemoryMappedTable
 
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.tables import find_whole_files, row_batches, split_off_first_rows
@@ -99,8 +101,16 @@ def _result(key: str, entry: Entry, reused: bool) -> BlockResult:
 
 
 def write_result(dataset: datasets.Dataset, file: str) -> str:
-    """Write rows as one Arrow stream, unless a file holds them already; returns the stream's path."""
-    whole = find_whole_files(dataset)
+    """Write rows as one Arrow stream, unless a file holds them already; returns the stream's path.
+
+    Args:
+        dataset: the rows.
+        file: a path of this process's own. A step has written the rows there, perhaps; a stream that this
+            function writes is put beside it.
+    """
+    # Whether another program has replaced a file need not be asked of one that none knows.
+    is_own = isinstance(dataset._data, MemoryMappedTable) and dataset._data.path == file
+    whole = find_whole_files(dataset, gone=[] if is_own else None)
     if whole is not None and len(whole) == 1:
         return whole[0]
     path = f"{file}.block"
@@ -113,6 +123,12 @@ def write_result(dataset: datasets.Dataset, file: str) -> str:
                 writer.write_table(piece)
         writer.finalize(close_stream=False)
     return path
+
+
+def remove_result(file: Path) -> None:
+    """Remove what a step and `write_result` have written. Mapped bytes stay readable."""
+    file.unlink(missing_ok=True)
+    Path(f"{file}.block").unlink(missing_ok=True)
 
 
 def put_result(

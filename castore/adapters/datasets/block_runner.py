@@ -21,6 +21,7 @@ Must never keep a result that an operator's exception, or a dead worker, has cut
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -44,6 +45,7 @@ from castore.adapters.datasets.block_entries import (
     find_result,
     name_again,
     put_result,
+    remove_result,
 )
 from castore.adapters.datasets.block_step import (
     MIXED_ANSWERS,
@@ -489,16 +491,20 @@ class _Maker:
         self._options = options
         self._temp_dir = temp_dir
         self._progress = progress
-        self._stack = contextlib.ExitStack()
         self._waiting: deque[Future[BlockResult]] = deque()
         self._rows_kept, self._bytes_kept = 0, 0
         #: The keys of all results that were made.
         self.made: set[str] = set()
 
     def __enter__(self) -> _Maker:
-        # One thread: compression uses all cores by itself.
-        self._keeper = self._stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
-        self._workers = self._stack.enter_context(workers(self._step))
+        with contextlib.ExitStack() as stack:
+            file = scratch.new_file(self._store, self._temp_dir)
+            stack.callback(scratch.remove, file)
+            self._files = (file.with_name(f"{number:09}.arrow") for number in itertools.count())
+            # One thread: compression uses all cores by itself.
+            self._keeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
+            self._workers = stack.enter_context(workers(self._step))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -532,14 +538,11 @@ class _Maker:
             claim: of the block.
             again: gives another key for the result, by its features.
         """
+        file = next(self._files)
         try:
-            file = scratch.new_file(self._store, self._temp_dir)
-            try:
-                written = self._run(rows, first, features, file, digits)
-            except BaseException:
-                scratch.remove(file)
-                raise
+            written = self._run(rows, first, features, file, digits)
         except BaseException:
+            remove_result(file)
             claim.end(is_kept=False)
             raise
         are_same = partial(_are_same_files, rows, self._step.dataset.features, files)
@@ -558,11 +561,11 @@ class _Maker:
             rows, first: the first rows of a block, and the number of the first.
             digits: the block's key.
         """
-        file = scratch.new_file(self._store, self._temp_dir)
+        file = next(self._files)
         try:
             made = self._run(rows, first, None, file, digits).result()
         finally:
-            scratch.remove(file)
+            remove_result(file)
         return made.features if made.rows and _NULL not in made.features else None
 
     def settle(self) -> None:
@@ -611,7 +614,7 @@ class _Maker:
             self.made.add(digits)
             is_kept = True
         finally:
-            scratch.remove(file)
+            remove_result(file)
             claim.end(is_kept=is_kept)
         self._check_room(result)
         self._progress.count(number, rows, reused=False)

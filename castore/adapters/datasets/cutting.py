@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 #: Bytes of a block; about so many on average, a quarter at least, four times as many at most.
-TARGET_BYTES = 1 << 23
+TARGET_BYTES = 1 << 21
 #: Bytes of a block that is cut by content, at most, unless a single row has more.
 LARGEST_BYTES = 4 * TARGET_BYTES
 #: Rows of a block, where they are small.
@@ -103,7 +103,7 @@ def _first_from(places: _Sizes, least: int, default: int) -> int:
 
 def is_small(rows: int, size: int) -> bool:
     """Whether so many rows of so many bytes are too few to be worth more than one block."""
-    return rows * (TARGET_BYTES // TARGET_ROWS) <= TARGET_BYTES // 4 and size <= TARGET_BYTES // 4
+    return rows * (TARGET_BYTES // TARGET_ROWS) <= TARGET_BYTES // 4 and size <= TARGET_BYTES
 
 
 def _may_end(sizes: _Sizes, numbers: _Numbers, times: int) -> Any:

@@ -242,7 +242,11 @@ def _in_blocks(
                     new_fingerprint=call.fingerprint,
                 )
 
-            result = run_rows(range(len(call.rows)), cache_file_name=str(call.file))
+            # A filter gives the numbers of rows, which are few enough for memory.
+            place: dict[str, Any] = (
+                {"keep_in_memory": True} if kind == "filter" else {"cache_file_name": str(call.file)}
+            )
+            result = run_rows(range(len(call.rows)), **place)
             count = min(len(call.rows), size)
             if is_rowwise and is_worth_trying(count, tried):
                 _try_rowwise(operator_name(function), kind, call, count, result, run_rows)

@@ -484,13 +484,14 @@ class _Run:
             return None
         on_rows = self._meter.make_counter(planned.number, len(dataset))
 
-        def run(call: BlockCall) -> datasets.Dataset:
-            # The rows are counted block by block: an operator may run in another process.
-            return step.run(
-                call.rows, RunOptions(None, str(call.file), None, call.fingerprint, call.features)
-            )
-
         is_filter = step.kind == "filter"  # whose result has the features of its input
+
+        def run(call: BlockCall) -> datasets.Dataset:
+            # The rows are counted block by block: an operator may run in another process. A filter gives the
+            # numbers of rows, which are few enough for memory.
+            file = None if is_filter else str(call.file)
+            return step.run(call.rows, RunOptions(None, file, None, call.fingerprint, call.features))
+
         return BlockStep(
             dataset,
             run,

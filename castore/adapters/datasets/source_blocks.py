@@ -19,7 +19,7 @@ import datasets
 import pyarrow as pa
 from blake3 import blake3
 
-from castore.adapters.datasets.cutting import TARGET_BYTES, Cut, cut
+from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, file_states, may_name_files
 from castore.adapters.datasets.table_digest import table_digest
@@ -31,7 +31,7 @@ from castore.records import Blob
 _LARGEST_FILE = 64 * 1024 * 1024
 # Smaller files are put together: a strict filter leaves few rows of each block. Many rows of a few bytes each
 # are more than that.
-_SMALLEST_FILE = TARGET_BYTES // 128
+_SMALLEST_FILE = 64 * 1024
 # A file is asked for its size before its row is in a block. Those of so many rows are asked at a time.
 _ROWS_WITH_FILES = 1000
 

@@ -45,15 +45,20 @@ _SMALLEST_BATCHES = 1024 * 1024
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 
-def find_whole_files(dataset: datasets.Dataset) -> list[str] | None:
-    """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none."""
+def find_whole_files(dataset: datasets.Dataset, gone: list[range] | None = None) -> list[str] | None:
+    """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none.
+
+    Args:
+        dataset: the rows.
+        gone: the result of `gone_ranges`, where it is known.
+    """
     if dataset._indices is not None:
         return None
     table = dataset._data.table
     batches = max((column.num_chunks for column in table.columns), default=0)
     if batches > 1 and table.nbytes < batches * _SMALLEST_BATCHES:
         return None  # `map` writes batches of 1,000 rows: worth joining
-    return table_files(dataset._data)
+    return table_files(dataset._data, gone)
 
 
 def table_files(table: Table, gone: list[range] | None = None) -> list[str] | None:

@@ -25,7 +25,6 @@ def small_blocks(size: int = BYTES, rows: int = ROWS) -> Iterator[None]:
         mock.patch.object(cutting, "TARGET_BYTES", size),
         mock.patch.object(cutting, "TARGET_ROWS", rows),
         # The schema alone takes a few kilobytes of a file.
-        mock.patch.object(source_blocks, "TARGET_BYTES", 4 * size),
         mock.patch.object(source_blocks, "_SMALLEST_FILE", 2 * size),
         mock.patch.object(stored_table, "SMALL_BYTES", 0),
         mock.patch.object(dataset_entries, "SMALL_BYTES", 0),

@@ -351,4 +351,4 @@ def test_the_first_block_has_as_many_rows_as_it_must(
 def test_few_rows_are_small_and_many_or_large_ones_are_not() -> None:
     assert cutting.is_small(ROWS // 4, 10)
     assert not cutting.is_small(ROWS // 4 + 1, 10)
-    assert not cutting.is_small(1, BYTES // 4 + 1)
+    assert not cutting.is_small(1, BYTES + 1)

@@ -37,6 +37,8 @@ _RECIPE = "text"
 _PARTS = (0.0, 0.001, 0.01, 0.1, 0.5, 1.0)
 #: Goals: how many times as fast as the first run a run is after a small edit, and after a kill at half.
 _SMALL_EDIT, _KILLED = 20, 1.8
+#: Kills of one pipeline, and the goal for the rows that run in all, in times its rows.
+_KILLS, _KILLED_OFTEN = 50, 1.2
 #: The goal for the peak on the disk, in times that of `datasets`.
 _PEAK = 0.5
 
@@ -48,6 +50,7 @@ def rows(bench: Bench) -> Iterator[Row | Study]:
     yield runs.first(f"first run of five steps over {size // 10**6} MB of text")
     yield runs.peaks()
     yield from runs.edited(bench)
+    yield runs.killed_often(bench)
     yield _growth(bench)
 
 
@@ -64,9 +67,9 @@ class Runs:
         self._work = work
         self._numbers = itertools.count()
 
-    def _start(self, way: str, source: Path, cache: Path, num_proc: int | None = None) -> textrun.Process:
+    def _start(self, way: str, source: Path, cache: Path, **more: Any) -> textrun.Process:
         third = recipe.THIRD[_RECIPE][0]
-        return textrun.Process(way, _RECIPE, third, source, cache, check=False, num_proc=num_proc)
+        return textrun.Process(way, _RECIPE, third, source, cache, check=False, **more)
 
     def first(self, name: str) -> Row:
         """First runs, with one process and with two."""
@@ -82,7 +85,7 @@ class Runs:
 
             return Contestant(
                 (_PLAIN if way == "datasets" else _OURS) + suffix,
-                lambda: self._start(way, folder / "input", folder / "cache", num_proc).end().seconds,
+                lambda: self._start(way, folder / "input", folder / "cache", num_proc=num_proc).end().seconds,
                 prepare,
                 ours=way != "datasets",
             )
@@ -167,6 +170,44 @@ class Runs:
         ended = self._start("cache", self._saved, cache).end().seconds
         shutil.rmtree(cache.parent)
         return ended
+
+    def killed_often(self, bench: Bench) -> Study:
+        """The rows that run in all, where the process is killed again and again and goes on each time."""
+        kills = 5 if bench.quick else _KILLS
+        lines, parts = [], []
+        for num_proc in (None, 2):
+            folder = self._work / f"killed often {num_proc}"
+            folder.mkdir()
+            whole, ours = folder / "whole", folder / "ours"
+            self._start("cache", self._saved, folder / "undisturbed", counter=whole).end()
+            ours.touch()
+            rows, killed = whole.stat().st_size, 0
+            while True:
+                enough = ours.stat().st_size + random.randrange(1, 2 * rows // kills)
+                process = self._start("cache", self._saved, folder / "store", counter=ours, num_proc=num_proc)
+                while killed < kills and ours.stat().st_size < enough and not process.has_ended():
+                    time.sleep(0.001)
+                if killed == kills or process.has_ended():
+                    process.end()
+                    break
+                killed += process.kill()
+            ran = ours.stat().st_size
+            parts.append(ran / rows)
+            way = _OURS + (_TWO if num_proc else "")
+            lines.append([way, str(killed), f"{rows:,}", f"{ran:,}", f"{ran / rows:.3f}"])
+            shutil.rmtree(folder)
+        return Study(
+            "Rows that run, in all steps, where a pipeline is killed and goes on each time",
+            ["", "kills", "rows", "rows run", "times"],
+            lines,
+            note="SIGKILL after a random number of rows; the run after the last kill ends by itself.",
+            goals=[
+                verdict(
+                    parts[0] <= _KILLED_OFTEN,
+                    f"{_KILLS} kills: at most {_KILLED_OFTEN} times the rows run: {parts[0]:.2f} times",
+                )
+            ],
+        )
 
     def _study(
         self, bench: Bench, medians: dict[str, Any], first: float, ran: dict[str, list[int]], count: int
