@@ -7,6 +7,9 @@ later call that finds this commit in the history of the ref counts the base as v
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from castore.errors import RemoteMissingError
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.remotes import PendingBase, Remotes
@@ -41,13 +44,14 @@ class Base:
         left = [one for one in noted if one.parent != newest]
         if newest is None or not left:
             return kept
-        for digest, commit in commits.history(bucket, newest):
-            if found := next((one for one in left if one.commit == digest), None):
-                self._pending.append(found)
-                return found.root
-            left = [one for one in left if one.parent != commit.parent]
-            if not left:
-                break
+        with suppress(RemoteMissingError):  # a lost commit ends what can be known, as an old one does
+            for digest, commit in commits.history(bucket, newest):
+                if found := next((one for one in left if one.commit == digest), None):
+                    self._pending.append(found)
+                    return found.root
+                left = [one for one in left if one.parent != commit.parent]
+                if not left:
+                    break
         return kept
 
     def note(self, commit: bytes, parent: bytes | None, root: bytes | None) -> None:

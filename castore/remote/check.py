@@ -21,6 +21,7 @@ from castore.errors import (
 )
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
+from castore.remote.collection_state import was_cut
 from castore.remote.commits import Commit
 from castore.remote.keys import COMMITS, RESULTS, TREES, commit_key, object_key, page_key
 from castore.remote.outcomes import Checked, Progress, RemoteProblem
@@ -35,6 +36,7 @@ _NAMES = 5
 # Digits of a commit in a sentence.
 _DIGITS = 12
 _MISSING = "it is missing"
+_MISSING_BETWEEN = "it is missing, and only through it can older commits be found"
 
 
 class _Need:
@@ -133,7 +135,7 @@ class _Meant:
         self.problems: list[RemoteProblem] = []
 
     def history(self, ref: str, newest: bytes) -> Iterator[tuple[bytes, Commit]]:
-        """The commits of a ref, newest first. Ends where the collector has removed older ones."""
+        """The commits of a ref, newest first. Ends where older ones were removed, and at a lost one."""
         at: bytes | None = newest
         while at is not None:
             key = commit_key(at)
@@ -143,9 +145,10 @@ class _Meant:
                 raise
             except RemoteError as error:
                 is_missing = isinstance(error, RemoteMissingError)
-                if is_missing and at != newest:
+                if is_missing and at != newest and was_cut(self._bucket, at):
                     return
-                self.problems.append(RemoteProblem(ref, key, _MISSING if is_missing else str(error), ()))
+                why = str(error) if not is_missing else _MISSING if at == newest else _MISSING_BETWEEN
+                self.problems.append(RemoteProblem(ref, key, why, ()))
                 if not self._cache.has(at):
                     return
                 commit = self._cache.commit(at)

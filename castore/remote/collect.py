@@ -11,6 +11,7 @@ Dictionaries stay: a few small objects that no tree lists.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -21,18 +22,21 @@ from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Listed
 from castore.remote.collection_state import (
     CONDEMNED,
+    CUTS,
     DELETING,
     FOLDER,
     FRESH_SECONDS,
     IDLE,
     STATE,
     State,
+    cut_key,
     list_key,
     read_list,
     read_state,
     write_list,
     write_state,
 )
+from castore.remote.commits import Commit
 from castore.remote.keys import CLAIMS, COMMITS, RESULTS, TREES, commit_key, object_key, page_key
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
@@ -50,6 +54,7 @@ ABANDONED_SECONDS = 900.0
 _BEAT_SECONDS = 30.0
 # Keys deleted between two readings of the clock.
 _BATCH = 1000
+_DIGITS = re.compile("[0-9a-f]{64}")
 # In an order in which nothing names what is before it.
 _SWEPT = ("objects/", "packs/", TREES, COMMITS, RESULTS)
 
@@ -114,6 +119,8 @@ class _Run:
         self._progress = progress
         self._clock = clock
         self._id = uuid.uuid4().hex
+        # By the commit before the oldest kept one of each ref: that oldest one.
+        self._cut: dict[bytes, bytes] = {}
 
     # Finding
 
@@ -123,6 +130,7 @@ class _Run:
         Args:
             now: the time, by the storage's clock.
         """
+        self._cut.clear()
         # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
         listed = {
             one.key: one
@@ -162,15 +170,35 @@ class _Run:
             found = commits.read_ref(self._bucket, ref)
             if found is None:
                 continue
-            superseded = now
-            for number, (digest, commit) in enumerate(commits.history(self._bucket, found.commit)):
-                is_kept = self._keep_commits is None or number < self._keep_commits
-                if not is_kept and superseded < now - self._grace:
-                    break
+            for digest, commit in self._kept_history(ref, found.commit, now):
                 yield commit_key(digest)
                 tree = Tree(commit.tree, self._pages.read, self._pages.expect)
                 yield from self._needed_by(tree, commit.tree, tree.page(), seen)
-                superseded = commit.time
+
+    def _kept_history(self, ref: str, newest: bytes, now: float) -> Iterator[tuple[bytes, Commit]]:
+        """The commits of a ref that are kept, newest first.
+
+        Raises:
+            RemoteMissingError: one is lost. All that is older would be taken for garbage.
+        """
+        kept = 0
+        try:
+            for digest, commit in commits.history(self._bucket, newest):
+                yield digest, commit
+                kept += 1
+                # The commit before this one was the newest until then.
+                is_recent = commit.time >= now - self._grace
+                if not (is_recent or self._keep_commits is None or kept < self._keep_commits):
+                    break
+        except RemoteMissingError as error:
+            if not kept:
+                raise
+            raise RemoteMissingError(
+                f"{error}; or end the history of ref {ref!r} before it with --keep-commits {kept}, once the"
+                " commits that are left are older than the grace period"
+            ) from error
+        if commit.parent is not None:
+            self._cut[commit.parent] = digest
 
     def _needed_by(self, tree: Tree, digest: bytes, page: Page, seen: set[bytes]) -> Iterator[str]:
         if digest in seen:
@@ -210,7 +238,9 @@ class _Run:
             for key, one in self.find(self._now()).items()
             if key in condemned and one.modified <= state.before
         }
+        self._note_cuts()
         state = self._delete(state, garbage)
+        self._remove_notes()
         self._move(state, phase=IDLE, lists=0)
         self._bucket.delete([list_key(state, number) for number in range(state.lists)])
         self._remove_left(now - ABANDONED_SECONDS)
@@ -225,8 +255,23 @@ class _Run:
         self._bucket.delete(
             one.key
             for one in list(self._bucket.listing(FOLDER))
-            if one.modified < before and not one.key.startswith(STATE)
+            if one.modified < before and not one.key.startswith((STATE, CUTS))
         )
+
+    def _note_cuts(self) -> None:
+        """Note where histories end, before anything of them is deleted."""
+        there = {one.key for one in self._bucket.listing(CUTS)}
+        for commit, kept in self._cut.items():
+            if cut_key(commit) not in there:
+                self._bucket.put(cut_key(commit), kept.hex().encode())
+
+    def _remove_notes(self) -> None:
+        """Remove the notes of former ends of histories, once the commits after them are gone as well."""
+        in_use = {cut_key(commit) for commit in self._cut}
+        for key in [one.key for one in self._bucket.listing(CUTS) if one.key not in in_use]:
+            kept = self._bucket.get(key).data.decode(errors="replace")
+            if _DIGITS.fullmatch(kept) and self._bucket.size(COMMITS + kept) is None:
+                self._bucket.delete([key])
 
     def _changed(self) -> float:
         """When the state was last written, by the storage's clock."""
@@ -247,8 +292,10 @@ class _Run:
         return RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
 
     def _delete(self, state: State, garbage: dict[str, Listed]) -> State:
-        # Commits go before their pages, so that a run that is killed leaves no commit without pages.
-        keys = iter(sorted(garbage, key=_order))
+        # Commits go before their pages, so that a run that is killed leaves no commit without pages. Of the
+        # commits of a history the newest goes first, since others can be found only through it.
+        newest = {commit_key(commit) for commit in self._cut}
+        keys = iter(sorted(garbage, key=lambda key: (_rank(key), key not in newest, key)))
         done, total = 0, _size(garbage.values())
         while batch := list(islice(keys, _BATCH)):
             if self._clock() - self._beaten > _BEAT_SECONDS:
@@ -276,6 +323,7 @@ class _Run:
             return len(keys), _size(one for one in listed if one.key in keys), self._changed() + self._grace
         now = self._now()
         garbage = self.find(now)
+        self._note_cuts()
         self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
         left = [one.key for one in self._bucket.listing(CLAIMS) if one.modified < now - ABANDONED_SECONDS]
         self._bucket.delete(left)  # those of nodes that were killed
@@ -289,8 +337,8 @@ class _Run:
         return len(garbage), _size(garbage.values()), self._changed() + self._grace
 
 
-def _order(key: str) -> tuple[int, str]:
-    return -next(number for number, folder in enumerate(_SWEPT) if key.startswith(folder)), key
+def _rank(key: str) -> int:
+    return -next(number for number, folder in enumerate(_SWEPT) if key.startswith(folder))
 
 
 def _size(listed: Iterable[Listed]) -> int:

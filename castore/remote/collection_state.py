@@ -27,6 +27,8 @@ from castore.remote.bucket import Bucket
 #: Below it a bucket keeps all of this.
 FOLDER = "gc/"
 STATE = FOLDER + "state"
+#: Below it are the notes of commits that a collection has removed, and that kept commits come after.
+CUTS = FOLDER + "cut/"
 #: Phases of an epoch.
 IDLE, CONDEMNED, DELETING = "idle", "condemned", "deleting"
 #: Seconds from a push's reading of the state to the last try to move its ref. Grace periods are far longer.
@@ -123,6 +125,16 @@ def read_list(bucket: Bucket, state: State) -> Iterator[str]:
     """The condemned keys of a state, whatever has become of them."""
     for number in range(state.lists):
         yield from bucket.get(list_key(state, number)).data.decode().split("\n")
+
+
+def cut_key(commit: bytes) -> str:
+    """The key of the note that a collection has removed a commit that a kept one comes after."""
+    return CUTS + commit.hex()
+
+
+def was_cut(bucket: Bucket, commit: bytes) -> bool:
+    """Whether a collection has removed a commit. One that is gone without a note is lost."""
+    return bucket.size(cut_key(commit)) is not None
 
 
 class Guard:

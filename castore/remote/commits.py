@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from castore.errors import RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.records import DIGEST_SIZE
 from castore.remote.bucket import Bucket, Versioned
+from castore.remote.collection_state import was_cut
 from castore.remote.keys import REFS, check_ref, commit_key, is_ref, ref_key
 from castore.remote.pages import digest_of
 
@@ -161,13 +162,18 @@ def _wrote(bucket: Bucket, ref: str, writer: str) -> bool:
 
 
 def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
-    """A commit and those before it, newest first. Ends where the collector has removed older ones."""
+    """A commit and those before it, newest first. Ends where the collector has removed older ones.
+
+    Raises:
+        RemoteMissingError: a commit is lost, and with it the way to older ones.
+        RemoteError: a commit's bytes are not those that were written.
+    """
     at: bytes | None = commit
     while at is not None:
         try:
             found = read_commit(bucket, at)
         except RemoteMissingError:
-            if at == commit:
+            if at == commit or not was_cut(bucket, at):
                 raise
             return
         yield at, found

@@ -73,7 +73,13 @@ def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
         raise RemoteMissingError(
             f"{start!r} is no commit: give at least 6 of its hex digits, as `castore log` shows"
         )
-    found = [digest for digest, _ in commits.history(bucket, seen.commit) if digest.hex().startswith(start)]
+    found = []
+    try:
+        for digest, _ in commits.history(bucket, seen.commit):
+            found += [digest] if digest.hex().startswith(start) else []
+    except RemoteMissingError:  # a lost commit hides older ones alone
+        if not found:
+            raise
     if len(found) != 1:
         problem = "no commit" if not found else "several commits"
         raise RemoteMissingError(

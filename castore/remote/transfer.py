@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from castore.errors import CastoreError, RemoteError
+from castore.errors import CastoreError, RemoteError, RemoteMissingError
 from castore.parts import Parts
 from castore.remote import commits, marker
 from castore.remote.background_work import BackgroundWork
@@ -166,11 +166,18 @@ class _Call:
 
     def log(self, ref: str, start: str | None, limit: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        for digest, commit in commits.history(self.bucket, find_commit(self.bucket, ref, start)):
-            if len(found) == limit:
-                break
-            fields = {key: value for key, value in commit._asdict().items() if key not in ("tree", "parent")}
-            found.append({"commit": digest.hex(), **fields})
+        first = find_commit(self.bucket, ref, start)
+        try:
+            for digest, commit in commits.history(self.bucket, first):
+                fields = {
+                    key: value for key, value in commit._asdict().items() if key not in ("tree", "parent")
+                }
+                found.append({"commit": digest.hex(), **fields})
+                if len(found) == limit:
+                    break
+        except RemoteMissingError:  # `check` says which commit is lost; those after it are of use
+            if not found:
+                raise
         return found
 
     def diff(self, old: tuple[str, str | None], new: tuple[str, str | None], prefix: str) -> list[Any]:

@@ -240,7 +240,7 @@ def is_mended(folder: Folder, name: str) -> None:
         assert garbage(folder).deleted
         checked = store.remote("team").check(deep=True)
     assert (checked.problems, checked.orphans) == ([], 0)
-    assert _keys(folder, "gc/") <= {collection_state.STATE}
+    assert _keys(folder, "gc/") - _keys(folder, collection_state.CUTS) <= {collection_state.STATE}
     assert list((folder / "bucket" / "tmp").iterdir()) == []
 
 

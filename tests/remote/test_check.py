@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from castore import InvalidValueError, Remote, RemoteDeniedError, RemoteError, Store
+from castore import InvalidValueError, Remote, RemoteDeniedError, RemoteError, RemoteMissingError, Store
+from castore.remote.urls import open_bucket
 from tests.helpers import noise
 from tests.remote.nodes import know, move
 from tests.remote.servers import READER, READERS_SECRET, Place, environment
@@ -200,6 +201,33 @@ def test_objects_that_only_older_commits_need_are_listed_apart(
     assert remote.check().history == [problem]
 
 
+def test_a_lost_commit_between_others_is_a_problem_and_stops_the_collector(
+    store: Store, remote: Remote, bucket: Path, tmp_path: Path
+) -> None:
+    for number in range(2):
+        store.put("large", noise(2_000_000, 20 + number))
+        remote.push()
+    newest, lost, oldest = remote.log()
+    (bucket / "commits" / lost.commit).unlink()
+    with Store(tmp_path / "other", memory=0) as other:
+        team = know(other, "team", remote.url)
+        team.pull()
+        [problem] = team.check().problems
+        assert (problem.ref, problem.key) == ("main", f"commits/{lost.commit}")
+        assert "only through it can older commits be found" in problem.why
+        assert team.log() == [newest]
+        assert team.pull(commit=newest.commit[:8]).commit == newest.commit
+        with pytest.raises(RemoteMissingError, match=lost.commit):
+            team.pull(commit=oldest.commit[:8])
+        with pytest.raises(RemoteMissingError, match=r"history of ref 'main' .* --keep-commits 1, once"):
+            team.gc(dry_run=True)
+        assert team.repair(team.check()) != []
+        assert team.check().problems == [problem], "it has nothing to give"
+    remote.repair(remote.check())
+    assert remote.check(deep=True).problems == []
+    assert remote.log() == [newest, lost, oldest]
+
+
 def test_files_of_others_beside_the_refs_are_passed_over(remote: Remote, bucket: Path) -> None:
     (bucket / "refs" / ".DS_Store").write_bytes(b"of a file manager")
     checked = remote.check()
@@ -232,6 +260,25 @@ def test_a_key_that_may_not_write_is_a_warning_and_no_problem(seaweedfs: Place, 
             [warning] = checked.warnings
             assert "AccessDenied" in warning
             assert one.add_remote("readable", team.url, read_only=True).check().warnings == ()
+
+
+def test_a_repair_that_may_not_write_is_an_error_also_where_a_commit_is_lost(
+    seaweedfs: Place, tmp_path: Path
+) -> None:
+    reader = {"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READERS_SECRET}
+    with Store(tmp_path / "one", memory=0) as one:
+        with environment(seaweedfs.environment):
+            one.put("name", b"1")
+            team = one.add_remote("team", f"{seaweedfs.url}/{uuid.uuid4().hex}")
+            key = f"commits/{team.push().commit}"
+            open_bucket(team.url).delete([key])
+            checked = team.check()
+            assert [problem.key for problem in checked.problems] == [key]
+        with environment({**seaweedfs.environment, **reader}), pytest.raises(RemoteDeniedError):
+            team.repair(checked)
+        with environment(seaweedfs.environment):
+            team.repair(checked)
+            assert team.check().problems == []
 
 
 def test_a_place_that_is_no_remote_is_an_error(remote: Remote, bucket: Path) -> None:

@@ -12,14 +12,30 @@ from types import SimpleNamespace
 import pytest
 
 from castore import Store
-from castore.errors import CorruptError, InvalidValueError, RemoteDeniedError, RemoteError
+from castore.errors import (
+    CorruptError,
+    InvalidValueError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+)
 from castore.records import Buffer
 from castore.remote import collection_state
 from castore.remote.bucket import Bucket
 from castore.remote.collect import SHORTEST_GRACE, collect
-from castore.remote.collection_state import DELETING, IDLE, STATE, Guard, read_state, write_state
+from castore.remote.collection_state import (
+    CUTS,
+    DELETING,
+    IDLE,
+    STATE,
+    Guard,
+    cut_key,
+    read_state,
+    write_state,
+)
+from castore.remote.commits import history, read_commit, read_ref
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.keys import object_key
+from castore.remote.keys import commit_key, object_key
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from tests.helpers import flip, noise
@@ -96,6 +112,50 @@ def test_garbage_is_condemned_first_and_deleted_a_grace_period_later(
     assert not any("condemned" in one.key for one in bucket.listing("gc/"))
 
 
+def test_a_lost_commit_is_not_taken_for_the_end_of_a_history(
+    shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
+) -> None:
+    one = node("one")
+    one.store.put("small", b"3")
+    one.push()
+    newest = read_ref(bucket, "main")
+    assert newest is not None
+    [_, (lost, _), _] = history(bucket, newest.commit)
+    (tmp_path / "bucket" / commit_key(lost)).unlink()
+    before = objects(tmp_path / "bucket")
+    for _ in range(2):
+        with pytest.raises(RemoteMissingError, match=f"{lost.hex()}.* --keep-commits 1, once"):
+            run(bucket, shrunk, keep=None, grace=0.0)
+    assert objects(tmp_path / "bucket") == before
+    assert read_state(bucket).phase == IDLE
+    for _ in range(2):
+        run(bucket, shrunk, keep=1, grace=0.0)
+    assert objects(tmp_path / "bucket") < before
+    assert [digest for digest, _ in history(bucket, newest.commit)] == [newest.commit]
+
+
+def test_a_history_ends_with_a_note_that_goes_with_the_commit_before_which_it_ends(
+    shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
+) -> None:
+    one = node("one")
+
+    def notes() -> list[str]:
+        return [one.key for one in bucket.listing("gc/cut/")]
+
+    for number in range(3):
+        newest = read_ref(bucket, "main")
+        assert newest is not None
+        parent = read_commit(bucket, newest.commit).parent
+        assert parent is not None
+        for _ in range(2):
+            run(bucket, shrunk, grace=0.0)
+        assert [digest for digest, _ in history(bucket, newest.commit)] == [newest.commit]
+        assert notes() == [cut_key(parent)]
+        one.store.put("small", b"another %d" % number)
+        one.push()
+        age(tmp_path / "bucket", DAY)
+
+
 class _Slow(FolderBucket):
     """The bucket of a collector that takes two days from its look at the clock to its next call."""
 
@@ -167,7 +227,8 @@ def test_what_killed_collectors_left_goes_with_the_end_of_an_epoch(
     age(tmp_path / "bucket", DAY)
     bucket.put("gc/condemned/young/0", b"somebody may be about to publish it")
     assert run(bucket, shrunk, grace=0.0).deleted == 4
-    assert {one.key for one in bucket.listing("gc/")} == {STATE, "gc/condemned/young/0"}
+    left = {one.key for one in bucket.listing("gc/") if not one.key.startswith(CUTS)}
+    assert left == {STATE, "gc/condemned/young/0"}
 
 
 def test_a_page_that_cannot_be_read_stops_the_collector(
