@@ -18,7 +18,7 @@ from typing import Any
 from castore.errors import RemoteMissingError, RemoteUnreachableError
 from castore.remote import commits
 from castore.remote.bucket import Listed, Versioned
-from castore.remote.collection_state import STATE
+from castore.remote.collection_state import STATE, cut_key
 from castore.remote.keys import REFS, SETTINGS, commit_key, object_key, page_key
 from castore.remote.remotes import PendingBase, Remotes
 from castore.remote.tree import Tree
@@ -172,8 +172,15 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Each ref, and each commit that was a ref's newest in the grace period, has all that it means."""
+        """Each ref, and each commit that was a ref's newest in the grace period, has all that it means. The
+        history of each ref has a first commit, or ends with a collector's note.
+        """
         for ref, commit, until in self.heads:
+            at: bytes | None = commit if until is None else None
+            while at is not None and commit_key(at) in self.objects:
+                at = commits.read_commit(Quiet(self), at).parent
+            is_whole = at is None or cut_key(at) in self.objects
+            assert is_whole, "\n".join([f"the history of {ref} breaks off", *self.trace[-60:]])
             if until is None or until > self.now - self.grace:
                 missing = self._meant(commit) - self.objects.keys()
                 assert not missing, (
