@@ -65,17 +65,14 @@ class LooseFolder:
             if not stat.S_ISDIR(os.lstat(target.parent).st_mode):
                 raise StoreError(f"{target.parent} is not a folder; `castore doctor` sets it aside")
         except FileNotFoundError:
-            self._make_folder(target.parent)
+            make_folder(target.parent, self._folder_mode)
         try:
             os.rename(temporary, target)
         except IsADirectoryError as error:
             raise StoreError(f"{target} is a folder; `castore doctor` sets it aside") from error
         if durable:
             sync_folder(target.parent)
-
-    def _make_folder(self, folder: Path) -> None:
-        make_folder(folder, self._folder_mode)
-        sync_folder(folder.parent)
+            sync_folder(self.objects)  # whoever has made the folder did not wait for the disk
 
     def listing(self) -> Iterator[tuple[bytes, str, Path]]:
         """Yield ``(digest, codec, path)`` of every loose object. Skips anything else."""
