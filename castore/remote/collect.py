@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 
-from castore.errors import RemoteError, RemoteMissingError
+from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Listed
 from castore.remote.collection_state import (
@@ -238,9 +238,10 @@ class _Run:
             for key, one in self.find(self._now()).items()
             if key in condemned and one.modified <= state.before
         }
-        self._note_cuts()
-        state = self._delete(state, garbage)
-        self._remove_notes()
+        ends, numbers = self._find_ends(garbage)
+        self._note(ends)
+        state = self._delete(state, garbage, numbers)
+        self._remove_notes(ends)
         self._move(state, phase=IDLE, lists=0)
         self._bucket.delete([list_key(state, number) for number in range(state.lists)])
         self._remove_left(now - ABANDONED_SECONDS)
@@ -258,19 +259,47 @@ class _Run:
             if one.modified < before and not one.key.startswith((STATE, CUTS))
         )
 
-    def _note_cuts(self) -> None:
+    def _find_ends(self, doomed: Collection[str]) -> tuple[dict[bytes, bytes], dict[str, int]]:
+        """Where histories end once keys are deleted.
+
+        Returns:
+            By the first commit of each history that is gone then: the commit after it. And numbers of keys of
+            commits that are not kept, from the newest of a history to the oldest.
+        """
+        ends: dict[bytes, bytes] = {}
+        numbers: dict[str, int] = {}
+        for first, kept in self._cut.items():
+            at, after, has_end = first, kept, False
+            while True:
+                key = commit_key(at)
+                numbers[key] = len(numbers)
+                try:
+                    parent = commits.read_commit(self._bucket, at).parent
+                    is_gone = key in doomed
+                except (RemoteDeniedError, RemoteUnreachableError):
+                    raise
+                except RemoteError as error:  # it is damaged, perhaps
+                    parent, is_gone = None, key in doomed or isinstance(error, RemoteMissingError)
+                if is_gone and not has_end:
+                    ends[at], has_end = after, True
+                if parent is None:
+                    break
+                at, after = parent, at
+        return ends, numbers
+
+    def _note(self, ends: dict[bytes, bytes]) -> None:
         """Note where histories end, before anything of them is deleted."""
         there = {one.key for one in self._bucket.listing(CUTS)}
-        for commit, kept in self._cut.items():
+        for commit, after in ends.items():
             if cut_key(commit) not in there:
-                self._bucket.put(cut_key(commit), kept.hex().encode())
+                self._bucket.put(cut_key(commit), after.hex().encode())
 
-    def _remove_notes(self) -> None:
+    def _remove_notes(self, ends: dict[bytes, bytes]) -> None:
         """Remove the notes of former ends of histories, once the commits after them are gone as well."""
-        in_use = {cut_key(commit) for commit in self._cut}
+        in_use = {cut_key(commit) for commit in ends}
         for key in [one.key for one in self._bucket.listing(CUTS) if one.key not in in_use]:
-            kept = self._bucket.get(key).data.decode(errors="replace")
-            if _DIGITS.fullmatch(kept) and self._bucket.size(COMMITS + kept) is None:
+            after = self._bucket.get(key).data.decode(errors="replace")
+            if _DIGITS.fullmatch(after) and self._bucket.size(COMMITS + after) is None:
                 self._bucket.delete([key])
 
     def _changed(self) -> float:
@@ -291,11 +320,10 @@ class _Run:
     def _overtaken(self) -> RemoteError:
         return RemoteError(f"another collector has gone on with {self._bucket.url}; this one stops")
 
-    def _delete(self, state: State, garbage: dict[str, Listed]) -> State:
-        # Commits go before their pages, so that a run that is killed leaves no commit without pages. Of the
-        # commits of a history the newest goes first, since others can be found only through it.
-        newest = {commit_key(commit) for commit in self._cut}
-        keys = iter(sorted(garbage, key=lambda key: (_rank(key), key not in newest, key)))
+    def _delete(self, state: State, garbage: dict[str, Listed], numbers: dict[str, int]) -> State:
+        # Commits go before their pages, so that a run that is killed leaves no commit without pages. Of a
+        # history the newest goes first: the others can be found only through it.
+        keys = iter(sorted(garbage, key=lambda key: (_rank(key), numbers.get(key, len(numbers)), key)))
         done, total = 0, _size(garbage.values())
         while batch := list(islice(keys, _BATCH)):
             if self._clock() - self._beaten > _BEAT_SECONDS:
@@ -323,7 +351,14 @@ class _Run:
             return len(keys), _size(one for one in listed if one.key in keys), self._changed() + self._grace
         now = self._now()
         garbage = self.find(now)
-        self._note_cuts()
+        # Somebody was told to end a history before a commit that is lost.
+        self._note(
+            {
+                commit: kept
+                for commit, kept in self._cut.items()
+                if self._bucket.size(commit_key(commit)) is None
+            }
+        )
         self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
         left = [one.key for one in self._bucket.listing(CLAIMS) if one.modified < now - ABANDONED_SECONDS]
         self._bucket.delete(left)  # those of nodes that were killed
