@@ -137,6 +137,7 @@ class _Meant:
     def history(self, ref: str, newest: bytes) -> Iterator[tuple[bytes, Commit]]:
         """The commits of a ref, newest first. Ends where older ones were removed, and at a lost one."""
         at: bytes | None = newest
+        after = None
         while at is not None:
             key = commit_key(at)
             try:
@@ -145,16 +146,16 @@ class _Meant:
                 raise
             except RemoteError as error:
                 is_missing = isinstance(error, RemoteMissingError)
-                if is_missing and at != newest and was_cut(self._bucket, at):
+                if is_missing and after is not None and was_cut(self._bucket, at, after):
                     return
-                why = str(error) if not is_missing else _MISSING if at == newest else _MISSING_BETWEEN
+                why = str(error) if not is_missing else _MISSING if after is None else _MISSING_BETWEEN
                 self.problems.append(RemoteProblem(ref, key, why, ()))
                 if not self._cache.has(at):
                     return
                 commit = self._cache.commit(at)
             self.commits.add(key)
             yield at, commit
-            at = commit.parent
+            at, after = commit.parent, at
 
     def add_next(self, ref: str, history: Iterator[tuple[bytes, Commit]], *, is_newest: bool) -> bool:
         """Add all that the next commit of a ref means; returns whether there is one."""

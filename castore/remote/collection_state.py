@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from castore.errors import RemoteError, RemoteMissingError
 from castore.remote.bucket import Bucket
+from castore.remote.keys import commit_key
 
 #: Below it a bucket keeps all of this.
 FOLDER = "gc/"
@@ -132,9 +133,16 @@ def cut_key(commit: bytes) -> str:
     return CUTS + commit.hex()
 
 
-def was_cut(bucket: Bucket, commit: bytes) -> bool:
-    """Whether a collection has removed a commit. One that is gone without a note is lost."""
-    return bucket.size(cut_key(commit)) is not None
+def was_cut(bucket: Bucket, commit: bytes, after: bytes) -> bool:
+    """Whether a collection has removed a commit. One that is gone without a note is lost.
+
+    Args:
+        bucket: lacks the commit.
+        commit: the commit.
+        after: the commit after it, which has been read. A collection that removes it meanwhile removes it
+            before those that are older.
+    """
+    return bucket.size(cut_key(commit)) is not None or bucket.size(commit_key(after)) is None
 
 
 class Guard:

@@ -169,15 +169,16 @@ def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
         RemoteError: a commit's bytes are not those that were written.
     """
     at: bytes | None = commit
+    after = None
     while at is not None:
         try:
             found = read_commit(bucket, at)
         except RemoteMissingError:
-            if at == commit or not was_cut(bucket, at):
+            if after is None or not was_cut(bucket, at, after):
                 raise
             return
         yield at, found
-        at = found.parent
+        at, after = found.parent, at
 
 
 def _commit_of(found: Versioned, ref: str, bucket: Bucket) -> bytes:

@@ -21,7 +21,7 @@ from castore.errors import (
 )
 from castore.records import Buffer
 from castore.remote import collection_state
-from castore.remote.bucket import Bucket
+from castore.remote.bucket import Bucket, Versioned
 from castore.remote.collect import SHORTEST_GRACE, collect
 from castore.remote.collection_state import (
     CUTS,
@@ -132,6 +132,34 @@ def test_a_lost_commit_is_not_taken_for_the_end_of_a_history(
         run(bucket, shrunk, keep=1, grace=0.0)
     assert objects(tmp_path / "bucket") < before
     assert [digest for digest, _ in history(bucket, newest.commit)] == [newest.commit]
+
+
+class _Overtaken(FolderBucket):
+    """The bucket of a reader that reads a commit just before a collector removes it and an older one."""
+
+    removed: tuple[bytes, bytes]
+
+    def get(self, key: str) -> Versioned:
+        found = super().get(key)
+        if key == commit_key(self.removed[0]):
+            self.delete(map(commit_key, self.removed))
+        return found
+
+
+def test_a_reader_that_a_collector_overtakes_finds_no_commit_lost(
+    shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
+) -> None:
+    one = node("one")
+    one.store.put("small", b"3")
+    one.push()
+    newest = read_ref(bucket, "main")
+    assert newest is not None
+    [_, (middle, _), (oldest, _)] = history(bucket, newest.commit)
+    bucket.put(cut_key(middle), newest.commit.hex().encode())
+    reader = _Overtaken(tmp_path / "bucket")
+    reader.removed = middle, oldest
+    assert [digest for digest, _ in history(reader, newest.commit)] == [newest.commit, middle]
+    assert [digest for digest, _ in history(reader, newest.commit)] == [newest.commit]
 
 
 def test_a_history_ends_with_a_note_that_goes_with_the_commit_before_which_it_ends(
