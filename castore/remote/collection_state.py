@@ -28,7 +28,7 @@ from castore.remote.keys import commit_key
 #: Below it a bucket keeps all of this.
 FOLDER = "gc/"
 STATE = FOLDER + "state"
-#: Below it are the notes of commits that a collection has removed, and that kept commits come after.
+#: Below it are notes: a collection has removed this commit, and the one after it was there.
 CUTS = FOLDER + "cut/"
 #: Phases of an epoch.
 IDLE, CONDEMNED, DELETING = "idle", "condemned", "deleting"

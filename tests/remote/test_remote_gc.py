@@ -40,7 +40,7 @@ from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from tests.helpers import flip, noise
 from tests.mount.conftest import until
-from tests.remote.conftest import MakeNode
+from tests.remote.conftest import MakeNode, Node
 from tests.remote.servers import READER, READERS_SECRET, Place, environment
 
 DAY = 86_400.0
@@ -112,15 +112,20 @@ def test_garbage_is_condemned_first_and_deleted_a_grace_period_later(
     assert not any("condemned" in one.key for one in bucket.listing("gc/"))
 
 
-def test_a_lost_commit_is_not_taken_for_the_end_of_a_history(
-    shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
-) -> None:
-    one = node("one")
+def push_again(one: Node, bucket: Bucket) -> bytes:
+    """Push a third commit; its digest."""
     one.store.put("small", b"3")
     one.push()
     newest = read_ref(bucket, "main")
     assert newest is not None
-    [_, (lost, _), _] = history(bucket, newest.commit)
+    return newest.commit
+
+
+def test_a_lost_commit_is_not_taken_for_the_end_of_a_history(
+    shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
+) -> None:
+    newest = push_again(node("one"), bucket)
+    [_, (lost, _), _] = history(bucket, newest)
     (tmp_path / "bucket" / commit_key(lost)).unlink()
     before = objects(tmp_path / "bucket")
     for _ in range(2):
@@ -131,7 +136,7 @@ def test_a_lost_commit_is_not_taken_for_the_end_of_a_history(
     for _ in range(2):
         run(bucket, shrunk, keep=1, grace=0.0)
     assert objects(tmp_path / "bucket") < before
-    assert [digest for digest, _ in history(bucket, newest.commit)] == [newest.commit]
+    assert [digest for digest, _ in history(bucket, newest)] == [newest]
 
 
 class _Overtaken(FolderBucket):
@@ -149,17 +154,13 @@ class _Overtaken(FolderBucket):
 def test_a_reader_that_a_collector_overtakes_finds_no_commit_lost(
     shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
 ) -> None:
-    one = node("one")
-    one.store.put("small", b"3")
-    one.push()
-    newest = read_ref(bucket, "main")
-    assert newest is not None
-    [_, (middle, _), (oldest, _)] = history(bucket, newest.commit)
-    bucket.put(cut_key(middle), newest.commit.hex().encode())
+    newest = push_again(node("one"), bucket)
+    [_, (middle, _), (oldest, _)] = history(bucket, newest)
+    bucket.put(cut_key(middle), newest.hex().encode())
     reader = _Overtaken(tmp_path / "bucket")
     reader.removed = middle, oldest
-    assert [digest for digest, _ in history(reader, newest.commit)] == [newest.commit, middle]
-    assert [digest for digest, _ in history(reader, newest.commit)] == [newest.commit]
+    assert [digest for digest, _ in history(reader, newest)] == [newest, middle]
+    assert [digest for digest, _ in history(reader, newest)] == [newest]
 
 
 def test_a_history_ends_with_a_note_that_goes_with_the_commit_before_which_it_ends(

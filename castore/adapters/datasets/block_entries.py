@@ -108,7 +108,7 @@ def write_result(dataset: datasets.Dataset, file: str) -> str:
         file: a path of this process's own. A step has written the rows there, perhaps; a stream that this
             function writes is put beside it.
     """
-    # Whether another program has replaced a file need not be asked of one that none knows.
+    # No other program knows this process's own file, so none has replaced it.
     is_own = isinstance(dataset._data, MemoryMappedTable) and dataset._data.path == file
     whole = find_whole_files(dataset, gone=[] if is_own else None)
     if whole is not None and len(whole) == 1:

@@ -204,7 +204,7 @@ class Runs:
             goals=[
                 verdict(
                     parts[0] <= _KILLED_OFTEN,
-                    f"{_KILLS} kills: at most {_KILLED_OFTEN} times the rows run: {parts[0]:.2f} times",
+                    f"{lines[0][1]} kills: at most {_KILLED_OFTEN} times the rows run: {parts[0]:.2f} times",
                 )
             ],
         )
