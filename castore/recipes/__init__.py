@@ -5,8 +5,9 @@ castore. `sources` and `mixture` are its input: `by_file` and `file_reader` read
 `noted_files` remembers which files there were. `runner` sends the input through a `Pipeline` to `export`.
 `pipeline_config` has EasyData's settings of the same pipeline.
 
-May import: the public door of `castore.adapters.datasets`, with its `source_step`, `source_units`,
-`file_digests` and `ram_results`, and all below.
+May import: of `castore.adapters.datasets` the modules of `Pipeline` and of what it reports, `source_step`,
+`source_units`, `file_digests` and `ram_results`; and all below. Not the package itself, which gives out the
+settings here under its own name.
 
 Must never: keep anything by itself: the pipeline decides what is kept, and under which key.
 """

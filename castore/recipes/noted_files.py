@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from castore.adapters.datasets import FileChanges
+from castore.adapters.datasets.explain import FileChanges
 from castore.recipes.seen_files import SeenFiles
 from castore.store import Store
 

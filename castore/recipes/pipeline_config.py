@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from castore.adapters.datasets import Pipeline, PipelineResult, Progress
+from castore.adapters.datasets.pipeline import Pipeline
 from castore.adapters.datasets.ram_results import RamPipeline, RamResults
+from castore.adapters.datasets.reports import PipelineResult, Progress
 from castore.errors import InvalidValueError
 from castore.recipes import registry, sources
 from castore.recipes.runner import open_source

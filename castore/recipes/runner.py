@@ -15,7 +15,12 @@ from typing import Any
 
 import datasets
 
-from castore.adapters.datasets import Blame, Estimate, Explanation, Pipeline, Progress, StepReport, wait
+from castore.adapters.datasets.background import wait
+from castore.adapters.datasets.blame import Blame
+from castore.adapters.datasets.disk_space import Estimate
+from castore.adapters.datasets.explain import Explanation
+from castore.adapters.datasets.pipeline import Pipeline
+from castore.adapters.datasets.reports import Progress, StepReport
 from castore.adapters.datasets.source_step import (
     dataset_of_key,
     find_kept_input,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import fsspec
 
-from castore.adapters.datasets import SourceRow
+from castore.adapters.datasets.blame import SourceRow
 from castore.recipes.mixture import Mixture
 from castore.recipes.noted_files import NotedFile
 from castore.recipes.sources import SAVED, Source

@@ -6,8 +6,8 @@
 `checkpoint` keeps only the latest step. `streams` runs steps of iterable datasets, and `call_blocks` keeps
 what their functions return. `dataset_entries` lays datasets out in the store; `stored_table` and `lazy_table`
 bring the rows back.
-`castore.recipes` uses `source_step`, `source_units`, `file_digests` and `ram_results` beside the public
-names.
+`castore.recipes` uses `source_step`, `source_units`, `file_digests` and `ram_results` beside the modules of
+the public names.
 
 May import: all below the adapters.
 
