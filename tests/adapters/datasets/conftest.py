@@ -10,11 +10,21 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import DatasetCache, wait
+from castore.adapters.datasets import DatasetCache, cutting, wait
+
+
+@pytest.fixture
+def _same_blocks() -> Iterator[None]:
+    """See that a test leaves the size of blocks as it was: small ones would make all later tests slow."""
+    was = cutting.TARGET_BYTES, cutting.TARGET_ROWS
+    yield
+    assert (cutting.TARGET_BYTES, cutting.TARGET_ROWS) == was
 
 
 @pytest.fixture(autouse=True)
-def _own_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_hugging_face_cache(
+    _same_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hugging face")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hugging face"))  # for children
     was = datasets.utils.is_progress_bar_enabled()
