@@ -13,18 +13,18 @@ from castore import Store
 from castore.adapters.datasets import DatasetCache, cutting, wait
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope="module")
 def _same_blocks() -> Iterator[None]:
-    """See that a test leaves the size of blocks as it was: small ones would make all later tests slow."""
+    """See that the tests of a module leave the size of blocks as it was: small ones would make all later tests
+    slow. Has the scope of the module, since `monkeypatch` is undone behind all other fixtures of a test.
+    """
     was = cutting.TARGET_BYTES, cutting.TARGET_ROWS
     yield
-    assert (cutting.TARGET_BYTES, cutting.TARGET_ROWS) == was
+    assert was == (cutting.TARGET_BYTES, cutting.TARGET_ROWS), "a test of this module has changed them"
 
 
 @pytest.fixture(autouse=True)
-def _own_hugging_face_cache(
-    _same_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def _own_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hugging face")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hugging face"))  # for children
     was = datasets.utils.is_progress_bar_enabled()
