@@ -15,8 +15,9 @@ from castore.adapters.datasets import DatasetCache, cutting, wait
 
 @pytest.fixture(autouse=True, scope="module")
 def _same_blocks() -> Iterator[None]:
-    """See that the tests of a module leave the size of blocks as it was: small ones would make all later
-    tests slow. Has the scope of the module, since `monkeypatch` is undone behind all other fixtures of a test.
+    """See that the tests of a module leave the size of blocks as it was: small ones make later tests slow.
+
+    Has the scope of the module, since `monkeypatch` is undone behind all other fixtures of a test.
     """
     was = cutting.TARGET_BYTES, cutting.TARGET_ROWS
     yield
