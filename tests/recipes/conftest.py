@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.adapters.datasets.conftest import (  # noqa: F401 - fixtures
     _own_hugging_face_cache,
+    _same_blocks,
     cache,
     sources,
     texts,

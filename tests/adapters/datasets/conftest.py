@@ -10,7 +10,18 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import DatasetCache, wait
+from castore.adapters.datasets import DatasetCache, cutting, wait
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _same_blocks() -> Iterator[None]:
+    """See that the tests of a module leave the size of blocks as it was: small ones make later tests slow.
+
+    Has the scope of the module, since `monkeypatch` is undone behind all other fixtures of a test.
+    """
+    was = cutting.TARGET_BYTES, cutting.TARGET_ROWS
+    yield
+    assert was == (cutting.TARGET_BYTES, cutting.TARGET_ROWS), "a test of this module has changed them"
 
 
 @pytest.fixture(autouse=True)
