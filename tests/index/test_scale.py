@@ -21,7 +21,7 @@ from castore.index.database import Index
 from castore.objects import packs
 from castore.repair import doctor
 from tests.helpers import noise
-from tools.bench.growing import PROBES, Growing, name_of, probes
+from tools.bench.growing import Growing, name_of, probes
 
 
 def test_a_store_that_was_grown_is_like_one_that_was_filled(tmp_path: Path) -> None:
