@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -17,6 +18,7 @@ from castore.errors import LostSettingsWarning, NestedStoreWarning, StoreError
 from castore.layout import Kind
 from castore.repair import doctor
 from castore.system.temporary import pid_namespace, process_started
+from tests.warm import WarmPython
 
 PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
 
@@ -127,7 +129,7 @@ def test_what_is_in_nobodys_way_is_left_and_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [["doctor"], ["doctor", "--rebuild-index"], ["gc", "--grace", "0"]])
 def test_a_folder_that_a_live_process_works_in_stays_wherever_it_lies(
-    tmp_path: Path, command: list[str]
+    tmp_path: Path, command: list[str], warm_datasets: WarmPython
 ) -> None:
     """A user has named a folder of the store as `temp_dir`."""
     path = tmp_path / "store"
@@ -135,15 +137,13 @@ def test_a_folder_that_a_live_process_works_in_stays_wherever_it_lies(
         "import sys\nfrom castore import Store\nfrom castore.adapters.datasets import scratch as work\n"
         "print(work.new_file(Store(sys.argv[1]), sys.argv[1] + '/tmp/mine'), flush=True)\nsys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        file = Path(process.stdout.readline().strip())
-        assert main(["--store", str(path), *command]) == 0
-        assert file.parent.is_dir()
-        process.communicate("")
-        assert process.returncode == 0
+    process = warm_datasets.start(["-c", program, path], stdin=PIPE, stdout=PIPE, text=True)
+    assert process.stdout is not None
+    file = Path(process.stdout.readline().strip())
+    assert main(["--store", str(path), *command]) == 0
+    assert file.parent.is_dir()
+    process.communicate("")
+    assert process.returncode == 0
     assert main(["--store", str(path), "doctor"]) == 0
     assert not file.parent.parent.exists()
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from castore import NameConflictError, NotFoundError, Store
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.packs import PACK_LIMIT
-from tests.helpers import mixed, noise, object_files, recount, text
+from tests.helpers import LONG, mixed, noise, object_files, recount, text
 
 NAMES = st.sampled_from(["a", "a/b", "a/b/c", "ab", "d/e", "d/f", "ä/\U0010ffff", "z"])
 SIZES = st.sampled_from(
@@ -205,10 +206,10 @@ class Model(RuleBasedStateMachine):
 
 
 Model.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=40 if LONG else 20,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-TestModel = Model.TestCase
+TestModel = pytest.mark.torture(Model.TestCase)

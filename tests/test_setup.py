@@ -71,7 +71,7 @@ GPU = "nvidia-cudnn-cu13==9.20.0.48; platform_system == 'Linux'"
         ({"": [GPU, "filelock"]}, f"pip would bring torch {TORCH} for a GPU, of gigabytes"),
         ({"": ["filelock", "nvidia-cudnn-cu13; platform_system == 'Windows'"]}, "cpu"),
         ({"+cu130": []}, f"pip would bring torch {TORCH}+cu130 for a GPU, of gigabytes"),
-        ({"+cpu": []}, "cpu"),
+        pytest.param({"+cpu": []}, "cpu", marks=pytest.mark.matrix),
         ({"": [GPU], "+cpu": []}, "cpu"),
     ],
 )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.warm import WarmPython
 from tests.without_torch import ROOT, needs_torch
 
 _WITHOUT = """
 import sys
+assert "torch" not in sys.modules
 sys.modules["torch"] = None  # an import of torch is the error that it is where torch is not installed
 import pytest
-sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+ignored = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that are imported already
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-W", ignored, *sys.argv[1:]]))
 """
 
 
@@ -24,12 +25,12 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.arg
 _PARTS = ["tests/adapters", "tests/keys", "tests/mount", "castore/store.py"]
 
 
-def test_without_torch_all_else_is_collected_and_what_is_left_out_is_reported() -> None:
+def test_without_torch_all_else_is_collected_and_what_is_left_out_is_reported(
+    warm_datasets: WarmPython,
+) -> None:
     # Without the options of this run: with -v, a quiet collection is not as quiet.
     environment = {**os.environ, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT, *_PARTS], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = warm_datasets.run(["-c", _WITHOUT, *_PARTS], cwd=ROOT, env=environment, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     assert "torch is not installed: " in done.stdout
     assert "tests/adapters/torch (" in done.stdout

@@ -170,7 +170,7 @@ def test_threads_that_end_leave_no_descriptors_behind(store: Store) -> None:
 
 
 def test_eight_processes_make_one_store(tmp_path: Path) -> None:
-    for turn in range(3):
+    for turn in range(2):
         path = tmp_path / f"store {turn}"
 
         def make(number: int, path: Path = path) -> None:

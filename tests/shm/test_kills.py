@@ -85,6 +85,37 @@ def killed_at_line(line: int, task: Callable[[], object]) -> bool:
     return False
 
 
+def moments(task: Callable[[], object], folder: Path) -> list[int]:
+    """The numbers of lines at which to kill ``task``, and the number behind its last line.
+
+    The quick form has each line of the source twice: as it is executed first, and last.
+    """
+
+    def traced() -> None:
+        lines: list[str] = []
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            if not frame.f_code.co_filename.startswith(ROOM):
+                return None
+            if event == "line":
+                lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            return trace
+
+        sys.settrace(trace)
+        task()
+        sys.settrace(None)
+        (folder / "lines").write_text("\n".join(lines))
+
+    assert forked(traced) == 0
+    lines = (folder / "lines").read_text().splitlines()
+    end = len(lines) + 1
+    if LONG:
+        return [*range(1, end + 1)]
+    last = {line: number for number, line in enumerate(lines, 1)}
+    first = {line: end - number for number, line in enumerate(reversed(lines), 1)}
+    return sorted({*first.values(), *last.values(), end})
+
+
 def filled(arena: Arena) -> tuple[Extents, dict[int, bytes]]:
     """Extents with records of some slots; slot 2 has lost its record, and left a free extent."""
     extents = Extents(arena)
@@ -161,6 +192,7 @@ def check_space(arena: Arena, extents: Extents) -> None:
     assert sorted(owners) == [slot for slot in range(SLOTS) if extents.holds(slot)]
 
 
+@pytest.mark.torture
 def test_a_kill_at_any_line_of_an_offer_leaves_whole_frames_and_usable_space(
     small_process: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
@@ -169,8 +201,9 @@ def test_a_kill_at_any_line_of_an_offer_leaves_whole_frames_and_usable_space(
 
 def _kill_at_lines_of_an_offer(folder: Path) -> None:
     # One frame is evicted by each offer that is due, so both ways of writing are in it.
-    length = 500
-    for line in itertools.count(1):
+    length, lines = 500, [0]  # in place of 0, those at which to kill
+    while lines:
+        line = lines.pop(0)
         with closing(SharedFrames(folder, _needed(3, 64 + length), length)) as frames:
             object_ = ObjectFrames(frames, bytes(48))
             for number in range(2):
@@ -180,17 +213,22 @@ def _kill_at_lines_of_an_offer(folder: Path) -> None:
                 for number in (2, 3, 3, 3):
                     object_.offer(number, text(number, 0, length))
 
+            if not line:
+                lines = moments(offer, folder)
+                continue
             was_killed = killed_at_line(line, offer)
             for number in range(4):
                 frame = object_.read(number, 0, length)
                 assert frame is None or frame == text(number, 0, length), f"half a frame after line {line}"
             if not was_killed:
                 assert line > 60, "the child was killed at hardly any line: this tests nothing"
+                assert not lines
                 return
             for _ in range(4):
                 found = object_.read(4, 0, length)
                 object_.offer(4, text(4, 0, length))
             assert found == text(4, 0, length), f"no frame came in after line {line}"
+    pytest.fail("the last line was not the last")
 
 
 def test_a_process_killed_at_any_line_of_a_count_loses_no_count_of_others(
@@ -268,7 +306,7 @@ def test_writers_of_the_same_slots_that_are_killed_one_after_another_never_leave
     method: str,
 ) -> None:
     context: Any = multiprocessing.get_context(method)
-    rounds = 2 if method == "spawn" else 12 if LONG else 5
+    rounds = 2 if method == "spawn" else 12 if LONG else 3
     with closing(Arena(None, Layout(3, extents=12), 12 * 40_000, {})) as arena:
         extents, wrote, chance = Extents(arena), context.SimpleQueue(), random.Random(0)
         seen: set[int] = set()

@@ -148,7 +148,7 @@ def test_a_child_forked_in_the_middle_of_everything_can_read_and_write(full_path
 
 @pytest.mark.parametrize("kind", ["entry", "open"])
 def test_a_child_forked_beside_a_reader_can_read_and_write(full_path: Path, kind: str) -> None:
-    in_small_process(fork_beside, full_path, [kind] * 2, 20)
+    in_small_process(fork_beside, full_path, [kind] * 2, 12)
 
 
 def test_a_fork_does_not_wait_until_a_writer_gets_the_index(full: Store) -> None:

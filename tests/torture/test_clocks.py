@@ -193,7 +193,7 @@ def test_crowds_and_kills_come_through_with_clocks_that_differ(
 ) -> None:
     clock(jump)
     crowd(store, scale(0, 30))
-    kills = scale(6, 100)
+    kills = scale(3, 100)
     kill_at_random(tmp_path / "killed", kills)
 
     def put_at(process: int) -> None:

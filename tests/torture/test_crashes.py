@@ -13,7 +13,7 @@ from tests.torture.random_kills import KINDS, PHASES, kill_at_random
 def test_kills_at_random_moments_lose_nothing_that_was_acknowledged(
     tmp_path: Path, scale: Callable[[int, int], int], figure: Callable[[str], None]
 ) -> None:
-    least = scale(50, 2_000)
+    least = scale(25, 2_000)
     hits, left = in_small_process(kill_at_random, tmp_path / "store", least, seen_all)
     count, (phases, kinds) = sum(hits.values()), counted(hits)
     assert seen_all(hits, left), f"some operations or phases were never hit: {kinds}, {phases}, {left} left"

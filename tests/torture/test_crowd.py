@@ -11,7 +11,7 @@ from tests.torture.crowd import PROCESSES, crowd
 def test_sixteen_processes_do_everything_at_once(
     store: Store, scale: Callable[[float, float], float], figure: Callable[[str], None]
 ) -> None:
-    seconds = scale(1.0, 600.0)
+    seconds = scale(0.6, 600.0)
     done = crowd(store, seconds)
     assert done > 10 * seconds
     figure(

@@ -60,7 +60,7 @@ def may_be_overlooked(store: Store, name: str, place: int) -> bool:
 def test_one_flipped_bit_in_each_object_is_seen_by_every_reader(
     store: Store, scale: Scale, figure: Figure
 ) -> None:
-    values = fill(store, scale(500, 5_000))
+    values = fill(store, scale(250, 5_000))
     chance = random.Random(20)
     flipped: dict[str, tuple[Stored, int, int]] = {}
     excused = set()

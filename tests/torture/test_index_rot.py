@@ -188,7 +188,7 @@ def test_a_flipped_bit_anywhere_in_the_index_gives_nobody_other_bytes(
     met: Counter[str] = Counter()
     chance = random.Random(8)
     content = [at for at in range(len(good)) if good[at]]
-    for at in chance.sample(content, min(len(content), scale(200, 4_000))):
+    for at in chance.sample(content, min(len(content), scale(100, 4_000))):
         damaged = bytearray(good)
         damaged[at] ^= 1 << chance.randrange(8)
         copy = shutil.copytree(path, tmp_path / "copy")
@@ -239,7 +239,7 @@ def test_a_damaged_log_loses_nothing_but_what_it_alone_knew(
 
     The journal still has the names after that.
     """
-    chance, turns, kept = random.Random(7), scale(5, 60), dict(good.kept)
+    chance, turns, kept = random.Random(7), scale(3, 60), dict(good.kept)
     back: Counter[str] = Counter()
     for turn in range(turns):
         copy = tmp_path / "copy"

@@ -71,7 +71,7 @@ def granted(monkeypatch: pytest.MonkeyPatch, daemons: Path) -> list[int]:
 def test_without_locks_kills_lose_nothing_that_was_acknowledged(
     tmp_path: Path, scale: Callable[[int, int], int], figure: Callable[[str], None]
 ) -> None:
-    count = scale(15, 300)
+    count = scale(8, 300)
     kill_at_random(tmp_path / "store", count)
     figure(f"{count} kills without locks: nothing lost")
 

@@ -120,7 +120,7 @@ def read_back(path: Path, acknowledged: Acknowledged, told: str) -> dict[int, in
 def test_durable_puts_are_all_there_after_a_power_cut_at_any_flush(
     tmp_path: Path, scale: Scale, figure: Figure
 ) -> None:
-    log = record(tmp_path, "durable", scale(16, 200))
+    log = record(tmp_path, "durable", scale(12, 200))
     chance, disk, acknowledged = random.Random(8), Disk(), Acknowledged()
     flushes = cuts = acked = 0
     target = tmp_path / "cut"
@@ -146,7 +146,7 @@ def test_durable_puts_are_all_there_after_a_power_cut_at_any_flush(
             acknowledged.see(event[1])
         else:
             disk.see(event)
-    assert flushes > scale(60, 500), f"only {flushes} flushes"
+    assert flushes > scale(40, 500), f"only {flushes} flushes"
     assert acked > cuts
     figure(
         f"durable: {cuts} power cuts at {flushes} flushes, {acked} acknowledged "

@@ -164,7 +164,7 @@ def test_repair_of_any_damage_leaves_nothing_to_be_found_and_costs_nothing_else(
     healthy: tuple[Path, dict[str, bytes]], tmp_path: Path, scale: Scale, figure: Figure
 ) -> None:
     source, values = healthy
-    turns = scale(25, 400)
+    turns = scale(12, 400)
     done: Counter[str] = Counter()
     kept = lost = 0
     for turn in range(turns):

@@ -102,7 +102,8 @@ class Tokenised(Digits):
 
 @pytest.mark.parametrize("where", ["dataset", "collate"])
 def test_a_tokenizer_in_the_dataset_or_in_the_collate_function_counts(tmp_path: Path, where: str) -> None:
-    tokenizer = Agreement().text_encoder.tokenizer
+    # Of the same kind with few words: the vocabulary counts, and 30,000 words take a while.
+    tokenizer = Agreement().text_encoder.tokenizer.train_new_from_iterator(Digits(COUNT).texts, 100)
 
     def collate(samples: list[Any]) -> Any:
         texts = [x["text"] for x, _ in samples]

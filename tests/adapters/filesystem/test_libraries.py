@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,31 +233,21 @@ def test_datasets_saves_to_a_store_and_loads_from_it(fs: CastoreFileSystem, fram
     assert pd.read_parquet("castore://exported.parquet").equals(frame)
 
 
-def test_loader_workers_read_a_streamed_dataset(fs: CastoreFileSystem, frame: pd.DataFrame) -> None:
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are few cores
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_loader_workers_read_a_streamed_dataset(
+    fs: CastoreFileSystem, frame: pd.DataFrame, method: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under fork and spawn, the file system goes to each worker with the dataset."""
-    pytest.importorskip("torch")
+    loaders = pytest.importorskip("torch").utils.data
     for part in range(2):
         frame.head(50).assign(part=part).to_parquet(f"castore://parts/{part}.parquet")
-    script = textwrap.dedent(
-        """
-        import sys, datasets
-        from torch.utils.data import DataLoader
-
-        if __name__ == "__main__":
-            data = datasets.load_dataset(
-                "parquet", data_files="castore://parts/*.parquet", split="train", streaming=True,
-                storage_options={"store": sys.argv[1]},
-            )
-            for method, workers in (("fork", 2), ("spawn", 1)):
-                loader = DataLoader(data, batch_size=10, num_workers=workers, multiprocessing_context=method)
-                print(sum(len(batch["number"]) for batch in loader))
-        """
-    )
-    file = fs.store.path.parent / "loader.py"
-    file.write_text(script)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    del environment["CASTORE_DIR"]
-    done = subprocess.run(
-        [sys.executable, str(file), str(fs.store.path)], capture_output=True, text=True, env=environment
-    )
-    assert done.stdout.split() == ["100", "100"], done.stderr
+    options = {"store": str(fs.store.path)}
+    monkeypatch.delenv("CASTORE_DIR")
+    CastoreFileSystem.clear_instance_cache()
+    data = datasets.load_dataset(
+        "parquet", data_files="castore://parts/*.parquet", split="train", streaming=True,
+        storage_options=options,
+    )  # fmt: skip
+    loader = loaders.DataLoader(data, batch_size=10, num_workers=workers, multiprocessing_context=method)
+    assert sum(len(batch["number"]) for batch in loader) == 100

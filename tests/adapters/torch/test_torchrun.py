@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -212,19 +210,14 @@ def test_the_example_for_one_process_is_faster_from_the_second_epoch_on(
     assert all("0 read" in line for line in outputs[0][1:] + outputs[1])
 
 
-def test_the_example_for_several_ranks_stops_and_goes_on(tmp_path: Path) -> None:
+def test_the_example_for_several_ranks_stops_and_goes_on(tmp_path: Path, warm_torch: WarmPython) -> None:
     example = (str(ROOT / "docs/examples/ddp.py"), "--cache", "cache", "--checkpoint", "run.pt")
-    # Commands of their own, as a user types them.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *_FORKED]
     outputs = []
     for ranks, epochs in ((2, 2), (1, 3)):
-        done = subprocess.run(
-            [*command, f"--nproc-per-node={ranks}", *example, f"--epochs={epochs}"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
+        process = torchrun(warm_torch, tmp_path, *example, f"--epochs={epochs}", nproc=ranks)
+        printed, messages = process.communicate(timeout=300)
+        assert process.returncode == 0, messages
+        outputs.append(printed)
     assert "epoch 0" in outputs[0]
     assert "epoch 1" in outputs[0]
     assert "; 0 samples read" in outputs[0].splitlines()[-1]
