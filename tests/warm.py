@@ -318,7 +318,7 @@ def _serve(requests: socket.socket, listening: socket.socket) -> dict[str, Any] 
 
 
 def _request(requests: socket.socket) -> tuple[dict[str, Any], list[int], int] | None:
-    """What the tests ask for, with its descriptors and that for its end; None at the end of the requests."""
+    """A request of the tests, its descriptors and that for its end; None at the end of the requests."""
     message, fds, _, _ = socket.recv_fds(requests, _LARGEST, 4)
     if not message:
         return None

@@ -25,6 +25,8 @@ from tests.helpers import mixed, noise, text
 from tests.mount.conftest import finish, forget_pages, program, until
 from tests.warm import WarmPython
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 KINDS = {
     "zstd": (mixed(5 * FRAME_SIZE + 5), "zstd"),
     "lz4": (mixed(3 * FRAME_SIZE, 1), "lz4"),

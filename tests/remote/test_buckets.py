@@ -22,8 +22,6 @@ from castore.remote.folder_bucket import UNFINISHED, FolderBucket
 from tests.helpers import noise
 from tests.remote.servers import BUCKET, READER, READERS_SECRET, SECRET, Place, free_ports, has_azurite
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 STORAGES = ["folder", "moto", "seaweedfs", *(["azurite"] if has_azurite() else [])]
 
 

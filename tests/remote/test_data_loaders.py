@@ -11,8 +11,6 @@ import pytest
 from tests.remote.servers import Place, environment
 from tests.warm import WarmPython
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 _ROOT = Path(__file__).parents[2]
 
 

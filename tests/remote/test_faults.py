@@ -29,8 +29,6 @@ from tests.remote.proxy import (
 )
 from tests.remote.servers import Place, environment
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 DATA = noise(1 << 20)
 # Of two parts.
 LARGE = DATA * 9

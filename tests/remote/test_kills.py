@@ -23,8 +23,6 @@ from tests.helpers import LONG, agrees_with_disk, in_small_process, noise, text
 from tests.remote.conftest import Node
 from tests.shm.forks import forked
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 
 class Deadly:
     """A bucket that ends the process at one of its calls: before the call, or after it."""

@@ -43,8 +43,6 @@ from tests.mount.conftest import until
 from tests.remote.conftest import MakeNode, Node
 from tests.remote.servers import READER, READERS_SECRET, Place, environment
 
-pytestmark = pytest.mark.usefixtures("forked_processes")
-
 DAY = 86_400.0
 
 
