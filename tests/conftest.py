@@ -19,8 +19,20 @@ from castore import Store
 from tests.helpers import LONG
 from tests.warm import DATASETS, TORCH, WarmPython
 
-#: Modules that most commands of the command line use.
-_COMMANDS = ("castore.cli.commands", "castore.cli.std_streams", "castore.store", "castore.remote.remote")
+#: Modules that most commands of the command line use, and the processes that castore starts.
+_COMMANDS = (
+    "castore.cli.commands",
+    "castore.cli.std_streams",
+    "castore.store",
+    "castore.remote.remote",
+    "castore.remote.transfer",
+    "castore.remote.result_sharing",
+    "castore.remote.page_trim",
+    "castore_fuse.api",
+    "castore_fuse.daemon",
+    "castore_fuse.operations",
+    "castore_fuse.view",
+)
 
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
 # inherits that.
@@ -133,6 +145,14 @@ def warm_castore() -> Iterator[WarmPython]:
     warm = WarmPython(_COMMANDS)
     yield warm
     warm.close()
+
+
+@pytest.fixture
+def forked_processes(warm_castore: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the processes that castore starts (transfers, fetchers, mounts) forked from one that has imported
+    it, and those that they start too.
+    """
+    monkeypatch.setattr(sys, "executable", os.fspath(warm_castore.executable))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,6 +1,9 @@
 """New processes that do not import `datasets` or torch again: each is forked from a process that has imported
 it and done nothing else.
 
+`WarmPython.executable` is a program that stands for `sys.executable`, for processes that castore itself
+starts: it has the warm process fork one that takes its place.
+
 Such an import takes a second of a core, and most programs of the tests do little besides. A process from here
 runs `-c`, `-m` or a script as `python` does, with streams, folder, environment and end of its own. So it fits
 each test that wants another process, or one to kill. A test about what is imported, or about the seed of
@@ -10,19 +13,26 @@ hashes, needs a fresh Python.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,8 +49,46 @@ DATASETS = (
 )
 #: Those that programs over torch use. They import castore themselves: some import an edited module with it.
 TORCH = ("torch.utils.data",)
+#: The interpreter, whatever stands for it in a test.
+PYTHON = sys.executable
 #: Bytes of a request: words and an environment.
 _LARGEST = 200_000
+# Bytes for the command line of a forked process, which others find it by.
+_LONGEST_COMMAND = 2000
+# Modules that Python has anyway: the import of `socket` alone would double the time that this takes.
+_STAND_IN = """\
+#!PYTHON -IS
+import _signal, _socket, posix, sys
+def is_given(fd):
+    try:
+        return posix.get_inheritable(fd)
+    except OSError:
+        return False
+given = [fd for fd in map(int, posix.listdir("/proc/self/fd")) if is_given(fd)]
+words = [word.encode("utf-8", "surrogateescape") for word in sys.argv[1:]]
+parts = [b"%d" % len(given), *(b"%d" % fd for fd in given), posix.getcwdb(), b"%d" % len(words), *words]
+parts += [sys.argv[0].encode(), *(b"=".join(pair) for pair in posix.environ.items())]
+asking = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+asking.connect(ADDRESS)
+sent = b"".join(fd.to_bytes(4, sys.byteorder) for fd in given)
+asking.sendmsg([b"\\0".join(parts)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, sent)])
+for fd in given:
+    posix.close(fd)
+pid = int(asking.recv(20))
+def pass_on(number, frame):
+    try:
+        posix.kill(pid, number)
+    except ProcessLookupError:
+        pass
+for number in (_signal.SIGINT, _signal.SIGTERM):
+    _signal.signal(number, pass_on)
+code = int(asking.recv(20))
+if code < 0:
+    if code != -_signal.SIGKILL:
+        _signal.signal(-code, _signal.SIG_DFL)
+    posix.kill(posix.getpid(), -code)
+posix._exit(code)
+"""
 
 
 class Started:
@@ -121,11 +169,15 @@ class WarmPython:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
+        self._address = f"\0castore tests {uuid.uuid4()}"  # has no file, whose path could be too long
+        with other, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(self._address)
+            listening.listen(64)
+            fds = [other.fileno(), listening.fileno()]
             # A session of its own: Ctrl-C is for the tests, which end it.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(other.fileno()), *modules],
-                pass_fds=[other.fileno()],
+                [PYTHON, "-m", "tests.warm", *map(str, fds), *modules, "." * _LONGEST_COMMAND],
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
                 env={
@@ -135,6 +187,20 @@ class WarmPython:
                 },
                 start_new_session=True,
             )
+
+    @cached_property
+    def executable(self) -> Path:
+        """A program that is called as Python is, with `-c`, `-m` or a script.
+
+        It passes its streams, other inherited files and signals on to a forked process, and ends as that one
+        ends. If it is killed, that one is.
+        """
+        folder = tempfile.mkdtemp(prefix="castore-python-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        program = Path(folder) / "python"
+        program.write_text(_STAND_IN.replace("PYTHON", PYTHON).replace("ADDRESS", repr(self._address)))
+        program.chmod(0o755)
+        return program
 
     def start(
         self,
@@ -209,45 +275,104 @@ class WarmPython:
 # --- in the process that has imported -----------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket) -> dict[str, Any] | None:
+def _serve(requests: socket.socket, listening: socket.socket) -> dict[str, Any] | None:
     """Fork a child for each request: in a child, what it was asked for; None at the end of the requests."""
     running: dict[int, tuple[int, int]] = {}  # by pidfd: process id, and where its end is told
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
+    selector.register(listening, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            if key.fileobj is not requests:
-                pid, told = running.pop(key.fd)
-                selector.unregister(key.fd)
-                _tell(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                os.close(told)
-                os.close(key.fd)
+            if selector.get_map().get(key.fd) is not key:  # has ended since
                 continue
-            message, fds, _, _ = socket.recv_fds(requests, _LARGEST, 4)
-            if not message:
+            if key.data is not None:  # the program that stands for this process was killed
+                selector.unregister(key.fd)
+                signal.pidfd_send_signal(key.data, signal.SIGKILL)
+                continue
+            if key.fd in running:
+                _end_of(key.fd, *running.pop(key.fd), selector)
+                continue
+            received = _request(requests) if key.fileobj is requests else _call(listening)
+            if received is None and key.fileobj is listening:
+                continue
+            if received is None:
                 for pid, _ in running.values():
                     os.kill(pid, signal.SIGKILL)
                 return None
-            *streams, told = fds
+            request, fds, told = received
             if pid := os.fork():
-                _tell(told, pid)
                 pidfd = os.pidfd_open(pid)
                 running[pidfd] = pid, told
                 selector.register(pidfd, selectors.EVENT_READ)
-                for fd in streams:
-                    os.close(fd)
+                if "executable" in request:
+                    selector.register(told, selectors.EVENT_READ, pidfd)
+                _tell(told, pid)
+                _close(fds)
                 continue
             selector.close()
             requests.close()
-            for number, fd in enumerate(streams):
-                os.dup2(fd, number)
-            for fd in (*fds, *running, *(told for _, told in running.values())):
-                os.close(fd)
-            return dict(json.loads(message))
+            listening.close()
+            _close([told, *running, *(told for _, told in running.values())])
+            _take(fds, request["given"])
+            return request
+
+
+def _request(requests: socket.socket) -> tuple[dict[str, Any], list[int], int] | None:
+    """A request of the tests, its descriptors and that for its end; None at the end of the requests."""
+    message, fds, _, _ = socket.recv_fds(requests, _LARGEST, 4)
+    if not message:
+        return None
+    *streams, told = fds
+    return {"given": [0, 1, 2], **json.loads(message)}, streams, told
+
+
+def _call(listening: socket.socket) -> tuple[dict[str, Any], list[int], int] | None:
+    """The same for a program that stands for Python; None if it is gone."""
+    asking, _ = listening.accept()
+    message, fds, _, _ = socket.recv_fds(asking, _LARGEST, 100)
+    if not message:
+        asking.close()
+        return None
+    parts = [os.fsdecode(part) for part in message.split(b"\0")]
+    after = 1 + int(parts[0])
+    words_end = after + 2 + int(parts[after + 1])
+    request = {
+        "given": [int(fd) for fd in parts[1:after]],
+        "cwd": parts[after],
+        "words": parts[after + 2 : words_end],
+        "executable": parts[words_end],
+        "env": dict(entry.split("=", 1) for entry in parts[words_end + 1 :]),
+        "own session": True,
+    }
+    return request, fds, asking.detach()
+
+
+def _end_of(pidfd: int, pid: int, told: int, selector: selectors.BaseSelector) -> None:
+    selector.unregister(pidfd)
+    if told in selector.get_map():
+        selector.unregister(told)
+    _tell(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.close(told)
+    os.close(pidfd)
 
 
 def _tell(fd: int, number: int) -> None:
-    os.write(fd, b"%d\n" % number)
+    with suppress(BrokenPipeError):  # nobody wants to know any more
+        os.write(fd, b"%d\n" % number)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _take(fds: list[int], numbers: list[int]) -> None:
+    """Give descriptors these numbers."""
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in fds]
+    _close(fds)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+    _close(above)
 
 
 def _become(env: dict[str, str], cwd: str, own_session: bool) -> None:
@@ -264,6 +389,15 @@ def _become(env: dict[str, str], cwd: str, own_session: bool) -> None:
         importlib.import_module("datasets").config.HF_DATASETS_CACHE = Path(env["HF_DATASETS_CACHE"])
     more = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [path for path in more if path not in sys.path]
+
+
+def _show(command: list[str]) -> None:
+    """Have `/proc` show this command line, in the place of the one that this process was started with."""
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    shown = b"".join(os.fsencode(word) + b"\0" for word in command)[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _do(words: list[str]) -> None:
@@ -284,28 +418,38 @@ def _do(words: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def _end() -> None:
+def _end(code: int) -> None:
     """End as Python does, but do not take all modules apart, which takes longer than most programs here."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # an error here has Python end as usual
-    os._exit(0)
+    os._exit(code)
 
 
 def main() -> None:
     """Import, then fork a child for each request, which does its work and ends nearly as Python does."""
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    requests, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
+    for name in sys.argv[3:-1]:
         importlib.import_module(name)
     sys.path.pop(0)  # the folder of the tests
     gc.collect()
     gc.freeze()
-    request = _serve(requests)
-    if request is not None:
-        _become(request["env"], request["cwd"], request["own session"])
+    request = _serve(requests, listening)
+    if request is None:
+        return
+    _become(request["env"], request["cwd"], request["own session"])
+    if "executable" in request:
+        sys.executable = request["executable"]
+        _show([sys.executable, *request["words"]])
+    code: Any = None
+    try:
         _do(request["words"])
-        _end()
+    except SystemExit as ended:
+        if not (ended.code is None or isinstance(ended.code, int)):
+            raise
+        code = ended.code
+    _end((code or 0) & 0xFF)
 
 
 if __name__ == "__main__":

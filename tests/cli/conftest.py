@@ -14,7 +14,7 @@ import pytest
 
 from castore import Store
 from castore.cli.main import main
-from tests.warm import Started, WarmPython
+from tests.warm import PYTHON, Started, WarmPython
 
 
 class Ran(NamedTuple):
@@ -91,7 +91,7 @@ def castore(folder: Path, warm_castore: WarmPython) -> Iterator[Callable[..., An
             # The shell closes streams: a function for that would have all of this process forked.
             redirections = "".join(f" {fd}>&-" for fd in closed)
             shell = ["sh", "-c", f'exec "$@"{redirections}', "sh"] if closed else []
-            new: Any = subprocess.Popen([*shell, sys.executable, *command], env=around, **options)
+            new: Any = subprocess.Popen([*shell, PYTHON, *command], env=around, **options)
             started.append(new)
         else:
             started.append(warm_castore.start(command, env=around, **options))

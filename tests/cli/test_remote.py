@@ -26,6 +26,8 @@ from tests.cli.test_terminal import drawn, read_all
 from tests.helpers import LONG, noise
 from tests.remote.nodes import end_fetcher, know
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 Start = Callable[..., subprocess.Popen[bytes]]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.warm import WarmPython
+from tests.warm import PYTHON, WarmPython
 
 #: A process, and the words with which a program begins in it; none for Python itself.
 Program = tuple[WarmPython, list[str]]
@@ -56,9 +56,7 @@ def programs(folder: Path, named: Mapping[str, Program]) -> Iterator[dict[str, s
         listening.listen(16)
         (folder / "ask.py").write_text(_ASK.replace("ADDRESS", repr(address)))
         for name in named:
-            (folder / name).write_text(
-                f'#!/bin/sh\nexec "{sys.executable}" -I -S "{folder}/ask.py" {name} "$@"\n'
-            )
+            (folder / name).write_text(f'#!/bin/sh\nexec "{PYTHON}" -I -S "{folder}/ask.py" {name} "$@"\n')
             (folder / name).chmod(0o755)
         thread = threading.Thread(target=_serve, args=(listening, named), daemon=True)
         thread.start()

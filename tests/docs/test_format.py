@@ -29,6 +29,8 @@ from castore import Store
 from castore.settings import load
 from tests.helpers import mixed, noise, records, text
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 FRAME = 262_144
 _ROW = re.compile(r"\| (\d+) \| (\d+) \| (u8|u16|u32|u64|bytes) \| (.+?) \| (?:`(.+?)`)? ?\|")

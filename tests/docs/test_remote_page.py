@@ -13,6 +13,8 @@ from tests.docs.pasting import pasted, programs
 from tests.docs.test_pages import ROOT, run_examples
 from tests.warm import WarmPython
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PAGE = ROOT / "docs" / "remote.md"
 
 

@@ -19,6 +19,8 @@ from tests.helpers import mixed, text
 from tests.mount.conftest import each_with_a_mount, forget_pages, until
 from tests.torture.kills import after, pause, paused
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 def holds(path: Path, data: bytes) -> bool:
     try:

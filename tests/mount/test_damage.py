@@ -21,6 +21,8 @@ from castore.repair.doctor import rebuild_index
 from tests.helpers import flip, mixed, noise, payload, text
 from tests.mount.conftest import each_with_a_mount, forget_pages, until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 DATA = mixed(4 * FRAME_SIZE + 77, 9)
 OTHER = mixed(2 * FRAME_SIZE, 10)
 

@@ -14,6 +14,8 @@ from tests.helpers import in_processes, records
 from tests.mount.conftest import until
 from tests.mount.test_damage import fails
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SEEN, NEW = records(400, 1), records(60, 2)
 
 

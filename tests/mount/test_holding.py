@@ -28,6 +28,8 @@ from castore_fuse.view import View
 from tests.helpers import mixed, noise, text
 from tests.mount.conftest import forget_pages, until
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 KINDS = {
     "zstd": (mixed(3 * FRAME_SIZE + 5), "zstd"),
     "raw": (noise(2 * FRAME_SIZE + 1, 3), "none"),

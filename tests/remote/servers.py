@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +27,7 @@ from typing import NamedTuple
 
 from castore.remote.bucket import Bucket
 from castore.remote.urls import open_bucket
+from tests.warm import PYTHON
 
 KEY, SECRET = "castore-tests", "the-secret-of-the-tests"
 READER, READERS_SECRET = "castore-reader", "the-readers-secret"
@@ -156,7 +156,7 @@ def moto(path: Path) -> Iterator[Place]:
     """moto's server."""
 
     def command(ports: list[int]) -> list[str]:
-        return [sys.executable, str(Path(__file__).with_name("moto_server.py")), str(ports[0])]
+        return [PYTHON, str(Path(__file__).with_name("moto_server.py")), str(ports[0])]
 
     with _running(
         command, 1, path, lambda ports: _answers(f"http://127.0.0.1:{ports[0]}/moto-api/")
@@ -210,7 +210,7 @@ def azurite(path: Path) -> Iterator[Place]:
 
 def _program(name: str) -> str:
     """A program that a package has brought beside the interpreter."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    found = shutil.which(name, path=f"{Path(PYTHON).parent}{os.pathsep}{os.environ['PATH']}")
     assert found is not None, f"there is no {name}; `make test` installs it"
     return found
 

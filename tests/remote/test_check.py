@@ -17,6 +17,8 @@ from tests.remote.nodes import know, move
 from tests.remote.servers import READER, READERS_SECRET, Place, environment
 from tests.remote.test_transfer import ENVIRONMENT
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Path:

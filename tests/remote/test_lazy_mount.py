@@ -35,6 +35,8 @@ from tests.remote.nodes import CONTENTS, ask_once, end_fetcher, fails, fetchers,
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 ALWAYS = 100_000
 
 

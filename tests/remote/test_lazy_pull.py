@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,9 @@ from tests.helpers import agrees_with_disk, flip, in_processes, noise, records
 from tests.mount.conftest import until
 from tests.remote.nodes import CONTENTS, end_fetcher, fetchers, here, know, move, node, read
 from tests.torture.test_full_disk import fill_up
+from tests.warm import PYTHON
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 @pytest.fixture(scope="module")
@@ -480,6 +484,7 @@ def test_no_file_of_the_current_folder_is_run(
 ) -> None:
     for name in ("castore", "json", "obstore"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\n")
+    monkeypatch.setattr(sys, "executable", PYTHON)  # a process that has imported them would not look
     monkeypatch.chdir(tmp_path)
     assert lazy.remote("team").log()
     assert lazy.get("one") == b"1"

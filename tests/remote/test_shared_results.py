@@ -44,6 +44,8 @@ from tests.remote.nodes import end_fetcher, fetchers, know
 from tests.remote.proxy import LOST_REQUEST, answer, proxy, stall
 from tests.remote.servers import Place, environment, s3_place
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 #: Results that lie in their records, in objects, in several parts, and of types that serializers keep.
 VALUES: dict[str, Callable[[], Any]] = {
     "number": lambda: 17,

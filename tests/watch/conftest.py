@@ -23,6 +23,7 @@ from castore.cli.main import main
 from castore.errors import CastoreError
 from castore_fuse import mountpoints
 from castore_fuse.lifecycle import check_fuse
+from tests.warm import Started, WarmPython
 
 pytest.importorskip("watchdog")
 
@@ -32,7 +33,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys
 class Watching:
     """A running `castore watch`, and its events so far."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Started) -> None:
         self.process = process
         self.events: list[dict[str, Any]] = []
         self._taken: set[int] = set()
@@ -120,8 +121,16 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def warm_watch() -> Iterator[WarmPython]:
+    """Starts processes that have imported what `castore watch` needs."""
+    warm = WarmPython(("castore.cli.commands", "castore.cli.watch", "castore.watch.watcher"))
+    yield warm
+    warm.close()
+
+
 @pytest.fixture
-def watch(folder: Path, store: Store) -> Iterator[Watch]:
+def watch(folder: Path, store: Store, warm_watch: WarmPython) -> Iterator[Watch]:
     """Start `castore watch FOLDER --as in` and wait until it has caught up."""
     started: list[Watching] = []
 
@@ -130,8 +139,8 @@ def watch(folder: Path, store: Store) -> Iterator[Watch]:
         command = castore(store.path, "watch", folder, "--as", "in", "--json", "--settle", settle, *words)
         if period:
             command[1:3] = ["-c", f"{period}; from castore.cli.main import run; run()"]
-        process = subprocess.Popen(
-            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        process = warm_watch.start(
+            command[1:], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         watching = Watching(process)
         started.append(watching)
