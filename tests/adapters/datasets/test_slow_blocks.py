@@ -217,5 +217,6 @@ def test_filters_and_pipelines_are_made_in_parts(store: Store) -> None:
         again = Pipeline([measured, Odd()], store=store).run(changed)
         assert ran.take() < 2 * ROWS
         first = again.steps[0]
-        assert first.rows_in is not None and 0 < first.rows_in - first.rows_reused < ROWS
+        assert first.rows_in is not None
+        assert 0 < first.rows_in - first.rows_reused < ROWS
     assert len(result) == len(kept)
