@@ -17,10 +17,9 @@ from typing import NamedTuple
 import datasets
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
-from datasets.table import MemoryMappedTable
 
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.tables import find_whole_files, row_batches, split_off_first_rows
+from castore.adapters.datasets.tables import row_batches, split_off_first_rows
 from castore.errors import FullError, NotFoundError, TooLargeError
 from castore.records import LOST, Entry
 from castore.store import Store
@@ -44,6 +43,7 @@ class BlockResult(NamedTuple):
         features: the features of the result, in JSON: their order counts; "null" if they are the block's.
         size, stored: bytes of the file, uncompressed and in the store.
         reused: whether it was there before.
+        rows_reused, seconds_saved: of a result that was not, rows of parts that were, and their time.
         seconds: time that the operator took for it; 0 where that is not known.
         when: seconds since the epoch at which it was kept.
         names_files: whether its rows name local files.
@@ -60,6 +60,8 @@ class BlockResult(NamedTuple):
     seconds: float = 0.0
     when: float = 0.0
     names_files: bool = False
+    rows_reused: int = 0
+    seconds_saved: float = 0.0
 
 
 class NotInBlocksError(Exception):
@@ -101,24 +103,23 @@ def _result(key: str, entry: Entry, reused: bool) -> BlockResult:
 
 
 def write_result(dataset: datasets.Dataset, file: str) -> str:
-    """Write rows as one Arrow stream, unless a file holds them already; returns the stream's path.
+    """Write rows as one Arrow stream beside a file; returns the stream's path.
+
+    The same rows give the same bytes, however they lie in memory or in files: what `map` writes has its
+    batches, and a fingerprint, in it. So a step behind one that was edited, and gives the same rows, is
+    found.
 
     Args:
         dataset: the rows.
-        file: a path of this process's own. A step has written the rows there, perhaps; a stream that this
-            function writes is put beside it.
+        file: a path of this process's own. A step has written the rows there, perhaps.
     """
-    # No other program knows this process's own file, so none has replaced it.
-    is_own = isinstance(dataset._data, MemoryMappedTable) and dataset._data.path == file
-    whole = find_whole_files(dataset, gone=[] if is_own else None)
-    if whole is not None and len(whole) == 1:
-        return whole[0]
     path = f"{file}.block"
     with (
         pa.OSFile(path, "wb") as sink,
         ArrowWriter(features=dataset.features, stream=sink) as writer,
     ):
-        for number, table in enumerate(row_batches(dataset)):
+        for number, rows in enumerate(row_batches(dataset)):
+            table = rows.combine_chunks()
             for piece in split_off_first_rows(table) if number == 0 else (table,):
                 writer.write_table(piece)
         writer.finalize(close_stream=False)

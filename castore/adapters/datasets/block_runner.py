@@ -21,46 +21,37 @@ Must never keep a result that an operator's exception, or a dead worker, has cut
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
 
-from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_claims import BlockClaims, Claim
 from castore.adapters.datasets.block_entries import (
-    NO_ROOM,
     BlockResult,
     NotInBlocksError,
     find_result,
     name_again,
-    put_result,
-    remove_result,
 )
+from castore.adapters.datasets.block_maker import BlockMaker, BlockProgress, FilesChangedError, Job
+from castore.adapters.datasets.block_parts import BlockParts
 from castore.adapters.datasets.block_step import (
     MIXED_ANSWERS,
     UNCHANGED,
     BlockStep,
     Written,
     parse_features,
-    run_block,
-    run_in_worker,
-    workers,
 )
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import features_text, format_digest
-from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
@@ -70,16 +61,10 @@ from castore.store import Store
 from castore.system.job_rank import job_rank
 
 _VERSION = 1
-# One block in so many rows may be unlike the others; so much of a step suffices to estimate the size of its
-# result.
-_SHOWS_SIZE = 1 / 20
-
 # Blocks whose results are fetched ahead, if nodes share them.
 _BLOCKS_AHEAD = 4
 #: Rows whose features are taken for those of the result, while another run makes the first block.
 GUESS_ROWS = 16
-# A column whose type no row has shown yet, in JSON.
-_NULL = '"dtype": "null"'
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
 
@@ -87,10 +72,6 @@ _ATTEMPTS = 3
 def bytes_at_once(num_proc: int) -> int:
     """The most bytes of a step's result that lie uncompressed at one time; more only if its rows grow."""
     return (num_proc + 2) * LARGEST_BYTES
-
-
-class _FilesChanged(Exception):
-    """Files that rows of a block name have changed since its key was made."""
 
 
 class _WrongGuess(Exception):
@@ -131,6 +112,7 @@ class BlockRun:
         self._step = step
         self.options = options
         self._temp_dir = temp_dir
+        self._fresh = fresh
         self._claims = BlockClaims(store, fresh=fresh)
         #: The features that were guessed, in JSON, by the key of the first block; None where there are none.
         self._guesses: dict[str, str | None] = {}
@@ -148,10 +130,12 @@ class BlockRun:
                 datasets.utils.tqdm(desc=step.title, total=len(step.dataset), unit=" examples")
             )
             stack.enter_context(_no_other_bars())
-            maker = _Maker(self._store, step, self.options, self._temp_dir, _Progress(step, bar))
+            parts = BlockParts(self._store, step, self.options, _Keys(step).for_features, fresh=self._fresh)
+            progress = BlockProgress(step.on_rows, bar)
+            maker = BlockMaker(self._store, step, self.options, self._temp_dir, parts, progress)
             stack.enter_context(maker)
             for _ in range(_ATTEMPTS):
-                with contextlib.suppress(_FilesChanged):
+                with contextlib.suppress(FilesChangedError):
                     self._make_share(maker)
                     while (results := self._try_all(maker)) is None:
                         continue  # another run has ended without a block that it had claimed
@@ -165,7 +149,7 @@ class BlockRun:
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
 
-    def _make_share(self, maker: _Maker) -> None:
+    def _make_share(self, maker: BlockMaker) -> None:
         """Make this rank's part of the blocks first, if the ranks of a job share results over a remote.
 
         So ranks do not ask for the same blocks all the time. Any rank makes those that are left.
@@ -182,7 +166,7 @@ class BlockRun:
             if not self._follows_from_guess(error, keys, maker):
                 raise
 
-    def _try_all(self, maker: _Maker) -> list[BlockResult] | None:
+    def _try_all(self, maker: BlockMaker) -> list[BlockResult] | None:
         """Take the results that are there, and make those that nobody else makes.
 
         Returns:
@@ -197,7 +181,7 @@ class BlockRun:
                 raise
             return None
 
-    def _follows_from_guess(self, error: Exception, keys: _Keys, maker: _Maker) -> bool:
+    def _follows_from_guess(self, error: Exception, keys: _Keys, maker: BlockMaker) -> bool:
         """Whether an error came of features that were guessed wrong. If so, none are guessed again."""
         is_wrong = isinstance(error, _WrongGuess)
         if keys.guessed_for is not None:
@@ -208,7 +192,7 @@ class BlockRun:
             self._guesses = dict.fromkeys(self._guesses)
         return is_wrong
 
-    def _take_all(self, keys: _Keys, maker: _Maker) -> list[BlockResult] | None:
+    def _take_all(self, keys: _Keys, maker: BlockMaker) -> list[BlockResult] | None:
         done = self._take_blocks(keys, maker)
         kept = [item.result() if isinstance(item, Future) else item for item in done]
         results = []
@@ -224,7 +208,7 @@ class BlockRun:
             raise _WrongGuess
         return results
 
-    def _take_blocks(self, keys: _Keys, maker: _Maker, rank: int = 0, ranks: int = 1) -> list[_Item]:
+    def _take_blocks(self, keys: _Keys, maker: BlockMaker, rank: int = 0, ranks: int = 1) -> list[_Item]:
         """The results of blocks that are there, and places for those that are made, here or elsewhere.
 
         Args:
@@ -274,7 +258,7 @@ class BlockRun:
                 yield _when_fetched(*waiting.popleft())
 
     def _take(
-        self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: _Maker
+        self, block: SourceBlock, number: int, first: int, keys: _Keys, maker: BlockMaker
     ) -> tuple[_Item, int]:
         """The result of a block if it is there, or a place for it; and the number of the block's rows."""
         begun = None if keys.guessed_for is None else self._claims.find_or_fetch(keys.guessed_for)
@@ -292,12 +276,12 @@ class BlockRun:
         rows = _read(block, found)
         if found is None:
             return _Elsewhere(number, digits), len(rows)
-        made, written = maker.make(number, rows, block.files, first, keys.features, digits, found, again)
+        made, written = maker.make(Job(number, rows, block.files, first, keys.features, digits, found, again))
         if not keys.are_final:
             keys.learn(written.result())  # the next block runs while this one is being kept
         return made, len(rows)
 
-    def _guess(self, block: SourceBlock, first: int, digits: str, maker: _Maker) -> str | None:
+    def _guess(self, block: SourceBlock, first: int, digits: str, maker: BlockMaker) -> str | None:
         """The features that the first rows of the result have, in JSON; None if they do not show them, or
         are of no use.
         """
@@ -416,13 +400,14 @@ class _Keys:
         """
         if self.are_final or self._step.is_numbered:
             return None
-        return partial(self._of, block, 0)
+        return partial(self.for_features, block, 0)
 
     def of(self, block: SourceBlock, first: int) -> str:
         """The key of the next block, whose first row has that number."""
-        return self._of(block, first, self.features)
+        return self.for_features(block, first, self.features)
 
-    def _of(self, block: SourceBlock, first: int, features: str | None) -> str:
+    def for_features(self, block: SourceBlock, first: int, features: str | None) -> str:
+        """The key of a block, given the features of the result."""
         return key(
             {
                 "version": _VERSION,
@@ -436,30 +421,6 @@ class _Keys:
         )
 
 
-class _Progress:
-    """The rows that are done, for a bar and a callback. Each block counts once, however often it is seen."""
-
-    def __init__(self, step: BlockStep, bar: Any) -> None:
-        self._on_rows, self._bar = step.on_rows, bar
-        self._seen: set[int] = set()
-        self._reused = 0
-        self._guard = threading.Lock()
-
-    def count(self, block: int, rows: int, *, reused: bool) -> None:
-        """Count a block whose result is there."""
-        with self._guard:
-            if block in self._seen:
-                return
-            self._seen.add(block)
-            if reused and not self._bar.disable:
-                self._bar.initial += rows  # the rate is that of rows that run
-                self._reused += rows
-                self._bar.set_postfix_str(f"{self._reused:,} reused", refresh=False)
-            self._bar.update(rows)
-            if self._on_rows is not None:
-                self._on_rows(rows)
-
-
 def _read(block: SourceBlock, claim: Claim | None) -> pa.Table:
     """The rows of a block; its claim ends if they cannot be read."""
     try:
@@ -468,172 +429,6 @@ def _read(block: SourceBlock, claim: Claim | None) -> pa.Table:
         if claim is not None:
             claim.end(is_kept=False)
         raise
-
-
-class _Maker:
-    """Makes the results of blocks, here or in the step's processes, and has them kept; a context.
-
-    Args:
-        store, step, options, temp_dir: of the run.
-        progress: counts blocks.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        step: BlockStep,
-        options: StorageOptions,
-        temp_dir: str | os.PathLike[str] | None,
-        progress: _Progress,
-    ) -> None:
-        self._store = store
-        self._step = step
-        self._options = options
-        self._temp_dir = temp_dir
-        self._progress = progress
-        self._waiting: deque[Future[BlockResult]] = deque()
-        self._rows_kept, self._bytes_kept = 0, 0
-        #: The keys of all results that were made.
-        self.made: set[str] = set()
-
-    def __enter__(self) -> _Maker:
-        with contextlib.ExitStack() as stack:
-            file = scratch.new_file(self._store, self._temp_dir)
-            stack.callback(scratch.remove, file)
-            self._files = (file.with_name(f"{number:09}.arrow") for number in itertools.count())
-            # One thread: compression uses all cores by itself.
-            self._keeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
-            self._workers = stack.enter_context(workers(self._step))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
-
-    def note(self, number: int, found: BlockResult) -> None:
-        """Count a block whose result was there."""
-        self._progress.count(number, found.rows_in, reused=found.key not in self.made)
-
-    def make(
-        self,
-        number: int,
-        rows: pa.Table,
-        files: Sequence[Any],
-        first: int,
-        features: str | None,
-        digits: str,
-        claim: Claim,
-        again: Callable[[str], str] | None = None,
-    ) -> tuple[Future[BlockResult], Future[Written]]:
-        """Make a block's result; waits while many others are being made.
-
-        Returns:
-            The result, once it is kept, and its file before that.
-
-        Args:
-            number: the block's place.
-            rows, files, first: the block, what its rows name, and the number of its first row.
-            features: the features of the result, in JSON; None to find them.
-            digits: the result's key.
-            claim: of the block.
-            again: gives another key for the result, by its features.
-        """
-        file = next(self._files)
-        try:
-            written = self._run(rows, first, features, file, digits)
-        except BaseException:
-            remove_result(file)
-            claim.end(is_kept=False)
-            raise
-        are_same = partial(_are_same_files, rows, self._step.dataset.features, files)
-        made = self._keeper.submit(
-            self._keep, number, written, digits, len(rows), are_same, file, claim, again
-        )
-        self._waiting.append(made)
-        while len(self._waiting) > self._step.num_proc + 1:
-            self._waiting.popleft().result()
-        return made, written
-
-    def features_of(self, rows: pa.Table, first: int, digits: str) -> str | None:
-        """The features of a part of the result, in JSON; None if it does not show the types of all columns.
-
-        Args:
-            rows, first: the first rows of a block, and the number of the first.
-            digits: the block's key.
-        """
-        file = next(self._files)
-        try:
-            made = self._run(rows, first, None, file, digits).result()
-        finally:
-            remove_result(file)
-        return made.features if made.rows and _NULL not in made.features else None
-
-    def settle(self) -> None:
-        """Wait for the results that are being made. A block whose result failed will be made again."""
-        while self._waiting:
-            self._waiting.popleft().exception()
-
-    def _run(
-        self, rows: pa.Table, first: int, features: str | None, file: Path, digits: str
-    ) -> Future[Written]:
-        if self._workers is not None:  # the first block too: an operator's crash must not end this process
-            return run_in_worker(self._workers, rows, first, features, file, digits)
-        written: Future[Written] = Future()
-        written.set_result(run_block(self._step, rows, first, features, file, digits))
-        return written
-
-    def _keep(
-        self,
-        number: int,
-        written: Future[Written],
-        digits: str,
-        rows: int,
-        are_same_files: Callable[[], bool],
-        file: Path,
-        claim: Claim,
-        again: Callable[[str], str] | None,
-    ) -> BlockResult:
-        is_kept = False
-        try:
-            made = written.result()
-            if not are_same_files():
-                raise _FilesChanged
-            result = put_result(
-                self._store,
-                digits,
-                made.path,
-                rows,
-                made.rows,
-                made.features,
-                self._options,
-                made.seconds,
-                names_files=made.names_files,
-            )
-            if again is not None and made.rows:
-                name_again(self._store, digits, again(made.features))
-            self.made.add(digits)
-            is_kept = True
-        finally:
-            remove_result(file)
-            claim.end(is_kept=is_kept)
-        self._check_room(result)
-        self._progress.count(number, rows, reused=False)
-        return result
-
-    def _check_room(self, result: BlockResult) -> None:
-        """Check that all results will fit: later ones would push earlier ones out."""
-        self._rows_kept += result.rows_in
-        self._bytes_kept += result.stored
-        rows, most = len(self._step.dataset), self._store.settings.max_size
-        if most is None or self._rows_kept < rows * _SHOWS_SIZE:
-            return
-        if self._bytes_kept * rows > most * self._rows_kept:
-            raise NotInBlocksError(NO_ROOM)
-
-
-def _are_same_files(rows: pa.Table, features: datasets.Features, files: Sequence[Any]) -> bool:
-    """Whether files that rows name are still as they were when the key of the rows was made."""
-    return not files or file_states(rows, features) == files
 
 
 def features_of(results: Sequence[BlockResult]) -> str:

@@ -1,7 +1,8 @@
 """A step that can run block by block, and its run on one block: in this process, or in a worker.
 
 A block's result is what one pass over all rows gives for the block's rows. Where it cannot be,
-`NotInBlocksError` has the reason. Uses neither stores nor keys: those are `block_runner`'s.
+`NotInBlocksError` has the reason. A block that takes long may be ended between two calls of the function, to
+be made from parts (`block_parts`). Uses neither stores nor keys: those are `block_runner`'s.
 
 Must never take an operator's own exception for such a reason.
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +34,14 @@ from castore.system import worker_processes
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
+#: A block that takes more seconds is slow; one that other processes would wait for, if it takes a tenth.
+SLOW_SECONDS = 10.0
+# Seconds of a function's work that tell how long a block will take. They are lost if it is slow.
+_TELLING_SECONDS = 0.5
+# With fewer blocks for each process, some would wait for others at the end.
+_BLOCKS_A_PROCESS = 4
+#: A column whose type no row has shown yet, in the JSON of features.
+NULL_TYPE = '"dtype": "null"'
 #: In the place of a result's features: the step has changed nothing.
 UNCHANGED = "null"
 #: The function decides by the row whether it returns anything.
@@ -50,6 +60,8 @@ class BlockCall(NamedTuple):
         features: the features of the result; None to find them.
         file: the path for an Arrow file of the result.
         fingerprint: the fingerprint for the result.
+        called: to be called with each result of the function, but for coroutine functions; may end the run
+            by an exception.
     """
 
     rows: datasets.Dataset
@@ -57,6 +69,7 @@ class BlockCall(NamedTuple):
     features: datasets.Features | None
     file: Path
     fingerprint: str
+    called: Callable[[Any], object]
 
 
 class BlockStep(NamedTuple):
@@ -70,6 +83,7 @@ class BlockStep(NamedTuple):
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
+        at_once: rows that the function gets, or works on, at one time.
         num_proc: processes that share the blocks; 1 for this one.
         on_rows: a callback that receives the number of rows done.
         title: the title of the progress bar.
@@ -82,9 +96,16 @@ class BlockStep(NamedTuple):
     is_numbered: bool = False
     has_features: bool = False
     keeps_count: bool = False
+    at_once: int = 1
     num_proc: int = 1
     on_rows: Callable[[int], object] | None = None
     title: str = "Map"
+
+    def slow_seconds(self, rows: int) -> float:
+        """A block of so many rows is slow if it takes more seconds."""
+        blocks = len(self.dataset) / rows
+        are_few = self.num_proc > 1 and blocks < _BLOCKS_A_PROCESS * self.num_proc
+        return SLOW_SECONDS / 10 if are_few else SLOW_SECONDS
 
 
 def can_cut(dataset: datasets.Dataset, *, small: bool = False) -> bool:
@@ -132,6 +153,7 @@ class Written(NamedTuple):
         features: its features in JSON, or `UNCHANGED`.
         seconds: the time that the step took.
         names_files: whether its rows name local files.
+        keys: the keys of the dicts that the function returned: all different sets of them, each in order.
     """
 
     path: str
@@ -139,11 +161,74 @@ class Written(NamedTuple):
     features: str
     seconds: float
     names_files: bool
+    keys: frozenset[tuple[str, ...]] = frozenset()
 
 
 def parse_features(features: str) -> datasets.Features:
     """The features of a `Written`, unless they are `UNCHANGED`."""
     return datasets.Features.from_dict(json.loads(features))
+
+
+class TooSlowError(Exception):
+    """A block would take long.
+
+    Attributes:
+        seconds_a_row: the time that its function takes.
+    """
+
+    def __init__(self, seconds_a_row: float) -> None:
+        super().__init__(seconds_a_row)
+        self.seconds_a_row = seconds_a_row
+
+
+class _Watch:
+    """Notes the keys of results. Ends a run between two calls of its function, early on, if it would be slow.
+
+    The first call does not count as to time: it loads models.
+
+    Args:
+        step: the step.
+        rows: rows of the block.
+        may_end: whether the run may be ended.
+    """
+
+    def __init__(self, step: BlockStep, rows: int, *, may_end: bool) -> None:
+        self._rows, self._at_once = rows, step.at_once
+        self._most = step.slow_seconds(rows) if may_end else math.inf
+        self._calls, self._began = 0, 0.0
+        self.keys: set[tuple[str, ...]] = set()
+        self._latest: tuple[str, ...] = ()
+
+    def __call__(self, result: Any) -> None:
+        if isinstance(result, Mapping) and (keys := tuple(result)) != self._latest:
+            self._latest = keys
+            self.keys.add(tuple(sorted(keys)))
+        self._calls += 1
+        if self._calls == 1:
+            self._began = time.perf_counter()
+            return
+        spent, done = time.perf_counter() - self._began, (self._calls - 1) * self._at_once
+        if spent > _TELLING_SECONDS and spent * self._rows > self._most * done and done * 2 < self._rows:
+            raise TooSlowError(spent / done)
+
+
+class CallWatched:
+    """A function whose results are shown to a watch.
+
+    Args:
+        function: no coroutine function.
+        called: of the `BlockCall`.
+    """
+
+    def __init__(self, function: Callable[..., Any], called: Callable[[Any], object]) -> None:
+        self._function = function
+        self._called = called
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the function, and then the watch."""
+        result = self._function(*arguments, **keywords)
+        self._called(result)
+        return result
 
 
 def run_block(
@@ -153,8 +238,13 @@ def run_block(
     features: str | None,
     file: Path,
     digits: str,
+    may_end: bool = False,
 ) -> Written:
-    """Run a step on a block, and write its result to a file."""
+    """Run a step on a block, and write its result to a file.
+
+    Raises:
+        TooSlowError: the block takes long, and ``may_end`` is set.
+    """
     dataset = step.dataset
     block = datasets.Dataset(
         InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
@@ -164,7 +254,8 @@ def run_block(
     known = None if features is None or features == UNCHANGED else parse_features(features)
     began = time.perf_counter()
     try:
-        result = step.run(BlockCall(block, first, known, file, digits))
+        watch = _Watch(step, len(rows), may_end=may_end)
+        result = step.run(BlockCall(block, first, known, file, digits, watch))
     except AttributeError as error:
         # The first row that a writer is needed for opens it, unless an earlier row got None.
         if "'NoneType' object has no attribute 'write" in str(error):
@@ -189,7 +280,8 @@ def run_block(
         raise NotInBlocksError(MIXED_ANSWERS)
     made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     path = write_result(result, str(file))
-    return Written(path, len(result), made, time.perf_counter() - began, rows_name_files(result))
+    seconds, names_files = time.perf_counter() - began, rows_name_files(result)
+    return Written(path, len(result), made, seconds, names_files, frozenset(watch.keys))
 
 
 def _is_of_writer(error: BaseException, *, last: bool = False) -> bool:

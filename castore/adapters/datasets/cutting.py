@@ -39,14 +39,19 @@ class Cut(NamedTuple):
     Attributes:
         multiple: blocks end after a multiple of so many rows from the first; None to cut by content.
         first_rows: the first block has at least so many rows, if there are so many.
+        least_rows: the same for every block.
     """
 
     multiple: int | None = None
     first_rows: int = 0
+    least_rows: int = 1
 
 
 def cut(
-    tables: Iterable[pa.Table], rule: Cut, elsewhere: Callable[[pa.Table], _Sizes] | None = None
+    tables: Iterable[pa.Table],
+    rule: Cut,
+    elsewhere: Callable[[pa.Table], _Sizes] | None = None,
+    finer: int = 1,
 ) -> Iterator[pa.Table]:
     """Rows, however they are chunked, as blocks in order.
 
@@ -54,11 +59,13 @@ def cut(
         tables: tables of one schema; no more than a block of them is held.
         rule: where blocks may end.
         elsewhere: for each row of a table its bytes that lie elsewhere, which count as if they were in it.
+        finer: how many blocks there are, on average, in the place of one.
 
     Yields:
         Tables of at least one row.
     """
-    least, most = (TARGET_BYTES, None) if rule.multiple else (TARGET_BYTES // 4, TARGET_BYTES * 4)
+    target = max(1, TARGET_BYTES // finer)
+    least, most = (target, None) if rule.multiple else (target // 4, target * 4)
     waiting: list[pa.Table] = []
     start, start_bytes = 0, 0  # the block's first row, and the bytes of all rows before it
     first, first_bytes = 0, 0  # the same of the table
@@ -72,15 +79,16 @@ def cut(
         if rule.multiple:
             ends = np.arange((-first - 1) % rule.multiple, len(table), rule.multiple)
         else:
-            ends, late_ends = (np.flatnonzero(_may_end(sizes, numbers, times)) for times in (1, 8))
+            ends, late_ends = (np.flatnonzero(_may_end(sizes, numbers, times, target)) for times in (1, 8))
         begin = 0
         while True:
             enough = int(np.searchsorted(upto, start_bytes + least))
+            enough = max(enough, start - first + rule.least_rows - 1)
             if start == 0:
                 enough = max(enough, rule.first_rows - 1 - first)
             end = _first_from(ends, enough, len(table))
             if most is not None:
-                late = int(np.searchsorted(upto, start_bytes + TARGET_BYTES))
+                late = int(np.searchsorted(upto, start_bytes + target))
                 if end > late:
                     end = _first_from(late_ends, max(enough, late), len(table))
                 end = min(end, max(enough, int(np.searchsorted(upto, start_bytes + most))))
@@ -106,11 +114,11 @@ def is_small(rows: int, size: int) -> bool:
     return rows * (TARGET_BYTES // TARGET_ROWS) <= TARGET_BYTES // 4 and size <= TARGET_BYTES
 
 
-def _may_end(sizes: _Sizes, numbers: _Numbers, times: int) -> Any:
+def _may_end(sizes: _Sizes, numbers: _Numbers, times: int, target: int) -> Any:
     """Whether a block may end after each row: so many times in two times the target's bytes."""
     chances = (sizes.astype(np.uint64) * np.uint64(times)) << np.uint64(31)
     # Rows of zeros, nulls and empty texts have the number 0, which `_mix` keeps: they would all end blocks.
-    return (_mix(numbers + _NOT_ZERO) >> np.uint64(32)) * np.uint64(TARGET_BYTES) < chances
+    return (_mix(numbers + _NOT_ZERO) >> np.uint64(32)) * np.uint64(target) < chances
 
 
 # --- what a row looks like ----------------------------------------------------------------------------------

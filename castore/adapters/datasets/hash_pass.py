@@ -62,6 +62,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         {"kind": "hash", "operator": operator},
         Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
         keeps_count=True,
+        at_once=step.rows_at_once(),
         **options,
     )
 
@@ -70,9 +71,10 @@ def _new_columns(step: Step, call: BlockCall) -> datasets.Dataset:
     """The columns that a deduplicator adds to a block."""
     rows = call.rows
     features = None if call.features is None else datasets.Features({**rows.features, **call.features})
-    hashed = hash_rows(
-        step.operator, rows, RunOptions(None, str(call.file), None, call.fingerprint, features)
+    options = RunOptions(
+        file=str(call.file), called=call.called, fingerprint=call.fingerprint, features=features
     )
+    hashed = hash_rows(step.operator, rows, options)
     new = [name for name in hashed.column_names if name not in rows.column_names]
     given = rows.column_names
     if not new or len(hashed) != len(rows):
@@ -122,8 +124,9 @@ def compute_hashes(
     hashed._info.features = features
     hashed._format_columns = shown_columns(dataset, features)
     hashed._fingerprint = fingerprint
-    reused = [result for result in results if result.reused]
-    return Hashed(hashed, sum(result.rows_in for result in reused), sum(result.seconds for result in reused))
+    rows = sum(result.rows_in if result.reused else result.rows_reused for result in results)
+    seconds = sum(result.seconds if result.reused else result.seconds_saved for result in results)
+    return Hashed(hashed, rows, seconds)
 
 
 def _joined(store: Store, dataset: datasets.Dataset, results: Sequence[BlockResult]) -> Iterator[pa.Table]:

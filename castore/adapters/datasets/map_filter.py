@@ -18,7 +18,7 @@ from datasets.dataset_dict import bind
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, CallWatched, can_cut
 from castore.adapters.datasets.call_blocks import KeptCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
@@ -26,7 +26,7 @@ from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, parts_of, tried_rows
-from castore.adapters.datasets.steps import operator_name
+from castore.adapters.datasets.steps import AWAITED_ROWS, operator_name
 from castore.adapters.datasets.streams import keep_calls
 from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
@@ -212,7 +212,8 @@ def _in_blocks(
     if num_proc < 1:
         return None  # `map` raises the error
     is_numbered = arguments["with_indices"]
-    if (is_numbered and inspect.iscoroutinefunction(function)) or (arguments["with_rank"] and num_proc > 1):
+    is_async = inspect.iscoroutinefunction(function)
+    if (is_numbered and is_async) or (arguments["with_rank"] and num_proc > 1):
         return None
     drops = is_batched and bool(arguments.get("drop_last_batch"))
     if num_proc > 1 and drops:
@@ -230,10 +231,11 @@ def _in_blocks(
         if call.features is not None:
             passed["features"] = call.features
         with loops_closed(function) as own:
+            watched = own if is_async else CallWatched(own, call.called)
 
             def run_rows(places: Sequence[int], **more: Any) -> datasets.Dataset:
                 numbers = [call.first + place for place in places]
-                called = _Numbered(own, numbers, bool(arguments["with_rank"])) if is_numbered else own
+                called = _Numbered(watched, numbers, bool(arguments["with_rank"])) if is_numbered else watched
                 rows = call.rows if len(places) == len(call.rows) else call.rows.select(places)
                 return getattr(rows, kind)(
                     called,
@@ -264,6 +266,7 @@ def _in_blocks(
         Cut(multiple, 0 if has_features else first_rows),
         is_numbered=is_numbered or drops,
         has_features=has_features,
+        at_once=size if is_batched else AWAITED_ROWS if is_async else 1,
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),
     )

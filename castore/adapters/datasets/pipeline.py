@@ -490,7 +490,10 @@ class _Run:
             # The rows are counted block by block: an operator may run in another process. A filter gives the
             # numbers of rows, which are few enough for memory.
             file = None if is_filter else str(call.file)
-            return step.run(call.rows, RunOptions(None, file, None, call.fingerprint, call.features))
+            options = RunOptions(
+                file=file, called=call.called, fingerprint=call.fingerprint, features=call.features
+            )
+            return step.run(call.rows, options)
 
         return BlockStep(
             dataset,
@@ -499,6 +502,7 @@ class _Run:
             Cut(BATCH_ROWS if step.sees_batches() else None, 0 if is_filter else BATCH_ROWS),
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
+            at_once=step.rows_at_once(),
             num_proc=self._pipeline.num_proc or 1,
             on_rows=on_rows,
             title=step.name,

@@ -10,7 +10,7 @@ Must never hold more rows than those of two blocks, and those that are being rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,10 +57,17 @@ def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]
         yield from _put_together(files, rule.first_rows)
         return
     features = dataset.features
+    batch = min(batch_rows(dataset), _ROWS_WITH_FILES) if may_name_files(features) else batch_rows(dataset)
+    yield from cut_rows(dataset.with_format("arrow").iter(batch), features, rule)
+
+
+def cut_rows(
+    tables: Iterable[pa.Table], features: datasets.Features, rule: Cut, finer: int = 1
+) -> Iterator[SourceBlock]:
+    """Rows with those features as blocks, in order; the other arguments are those of `cut`."""
     names_files = may_name_files(features)
-    batch = min(batch_rows(dataset), _ROWS_WITH_FILES) if names_files else batch_rows(dataset)
     sizes = partial(file_sizes, features=features) if names_files else None
-    for rows in cut(dataset.with_format("arrow").iter(batch), rule, sizes):
+    for rows in cut(tables, rule, sizes, finer):
         rows = rows.combine_chunks()  # noqa: PLW2901 - rows picked one by one are a chunk each
         digest, named = table_digest(rows), file_states(rows, features) if names_files else []
         if named:

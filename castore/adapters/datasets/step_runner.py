@@ -270,12 +270,12 @@ def _run_in_blocks(
                 ) from error
             continue
         rows = sum(result.rows for result in results)
-        reused = sum(result.rows_in for result in results if result.reused)
+        reused = sum(result.rows_in if result.reused else result.rows_reused for result in results)
         measured: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
         measured["seconds"] = round(time.perf_counter() - began, 6)
         measured["work_seconds"] = round(sum(result.seconds for result in results), 6)
         measured["features"] = features_of(results)  # a later forecast's guess
-        saved = sum(result.seconds for result in results if result.reused)
+        saved = sum(result.seconds if result.reused else result.seconds_saved for result in results)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             with store_locks(store).hold(name):

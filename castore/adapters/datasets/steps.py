@@ -25,6 +25,7 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import juicer
+from castore.adapters.datasets.block_step import CallWatched
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.errors import InvalidValueError
 from castore.system import worker_processes
@@ -33,6 +34,8 @@ from castore.system import worker_processes
 STATS = "__dj__stats__"
 #: Rows of a batch, and rows that are written at a time: `datasets`' defaults.
 BATCH_ROWS = 1000
+#: Rows for which a coroutine function works at one time: `datasets`' default.
+AWAITED_ROWS = 1000
 #: The kinds of steps whose operators see rows one by one, or batch by batch, and the methods that do.
 BLOCK_KINDS = {"map": "process", "stats": "compute_stats", "filter": "process"}
 _ROW_METHODS = {**BLOCK_KINDS, "deduplicate": "compute_hash"}
@@ -48,6 +51,8 @@ class RunOptions:
         count: a callback that receives the number of rows done, where that can be known.
         fingerprint: the fingerprint of the result; `datasets` would derive one by pickling the operator.
         features: the features of the result; None to find them.
+        called: a callback for each result of the operator, where that can be known; may end the run by an
+            exception.
     """
 
     num_proc: int | None = None
@@ -55,6 +60,7 @@ class RunOptions:
     count: Callable[[int], object] | None = None
     fingerprint: str | None = None
     features: datasets.Features | None = None
+    called: Callable[[Any], object] | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Arguments for `datasets.Dataset.map` and `filter`; datasets' own cache is not used."""
@@ -98,6 +104,12 @@ class Step:
         if not hasattr(self.operator, "process") and not hasattr(self.operator, "process_batched"):
             return False  # a function
         return _method(self.operator, _ROW_METHODS[self.kind])[1]
+
+    def rows_at_once(self) -> int:
+        """Rows that the operator gets, or works on, at one time; of the same steps."""
+        if self.sees_batches():
+            return BATCH_ROWS
+        return AWAITED_ROWS if inspect.iscoroutinefunction(self.operator) else 1
 
 
 def steps_of(operator: Any) -> list[Step]:
@@ -171,7 +183,7 @@ def _map(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datas
     for column in juicer.tag_columns(operator):
         function = (_AddColumnToBatch if batched else _AddColumn)(function, column)
     try:
-        with loops_closed(_count_rows(function, batched, options)) as called:
+        with loops_closed(_observed(function, batched, options)) as called:
             return dataset.map(called, batched=batched, **options.keywords())
     except TypeError as error:
         if not plain or not _TELLS_BOOL.search(str(error)):
@@ -187,7 +199,7 @@ def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> dat
     with_room = (_AddColumnToBatch if batched else _AddColumn)(function, STATS)
     # The column's type grows with each filter that measures something new.
     return dataset.map(
-        _count_rows(with_room, batched, options),
+        _observed(with_room, batched, options),
         batched=batched,
         try_original_type=False,
         **options.keywords(),
@@ -197,7 +209,7 @@ def _stats(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> dat
 def _filter(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     function, batched = _method(operator, "process")
     function = _AsList(function) if batched else function
-    return dataset.filter(_count_rows(function, batched, options), batched=batched, **options.keywords())
+    return dataset.filter(_observed(function, batched, options), batched=batched, **options.keywords())
 
 
 def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
@@ -209,7 +221,7 @@ def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) 
 def hash_rows(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
     """The first pass of a deduplicator: the dataset with the columns that its `process` reads."""
     function, batched = _method(operator, "compute_hash")
-    return dataset.map(_count_rows(function, batched, options), batched=batched, **options.keywords())
+    return dataset.map(_observed(function, batched, options), batched=batched, **options.keywords())
 
 
 def drop_duplicates(operator: Any, hashed: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
@@ -311,8 +323,11 @@ class _CountRows:
         return result
 
 
-def _count_rows(function: Callable[..., Any], batched: bool, options: RunOptions) -> Callable[..., Any]:
+def _observed(function: Callable[..., Any], batched: bool, options: RunOptions) -> Callable[..., Any]:
+    """The function with the callbacks of its run."""
     # Other processes cannot report, and `map` inspects coroutines itself.
-    if options.count is None or options.num_proc or inspect.iscoroutinefunction(function):
+    if options.num_proc or inspect.iscoroutinefunction(function):
         return function
-    return _CountRows(function, batched, options.count)
+    if options.count is not None:
+        function = _CountRows(function, batched, options.count)
+    return function if options.called is None else CallWatched(function, options.called)

@@ -12,7 +12,14 @@ from unittest import mock
 import datasets
 import pyarrow as pa
 
-from castore.adapters.datasets import cutting, dataset_entries, source_blocks, stored_table
+from castore.adapters.datasets import (
+    block_parts,
+    block_step,
+    cutting,
+    dataset_entries,
+    source_blocks,
+    stored_table,
+)
 
 #: Bytes and rows of a small block.
 BYTES, ROWS = 2048, 32
@@ -28,6 +35,21 @@ def small_blocks(size: int = BYTES, rows: int = ROWS) -> Iterator[None]:
         mock.patch.object(source_blocks, "_SMALLEST_FILE", 2 * size),
         mock.patch.object(stored_table, "SMALL_BYTES", 0),
         mock.patch.object(dataset_entries, "SMALL_BYTES", 0),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def slow_blocks(finer: int | None = None) -> Iterator[None]:
+    """Take every block for a slow one, from its third call on, and make it from parts.
+
+    Args:
+        finer: how many parts a block has on average; None for one for each row.
+    """
+    with (
+        mock.patch.object(block_step, "SLOW_SECONDS", 0.0),
+        mock.patch.object(block_step, "_TELLING_SECONDS", 0.0),
+        mock.patch.object(block_parts, "_FINER", block_parts._FINER if finer is None else (finer,)),
     ):
         yield
 

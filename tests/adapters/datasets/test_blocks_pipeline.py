@@ -18,7 +18,7 @@ from castore.adapters.datasets.ram_results import RamPipeline, RamResults
 from tests.adapters.datasets.small_blocks import small_blocks, told
 
 STATS = "__dj__stats__"
-COUNT, MORE = 1300, 60
+COUNT, MORE = 1400, 60
 #: Bytes and rows of a block. A pipeline writes 1,000 rows at a time, so its first block has as many.
 BYTES, ROWS = 3200, 50
 

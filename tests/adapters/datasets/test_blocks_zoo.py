@@ -30,7 +30,7 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.errors import InvalidValueError
-from tests.adapters.datasets.small_blocks import small_blocks, told
+from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
 from tests.helpers import flip, payload
 
 #: Rows of the inputs. A block has about 30, and is a whole number of batches of 10 where batches count.
@@ -578,6 +578,21 @@ def test_a_step_gives_what_datasets_gives_also_over_more_rows_and_runs_few_again
     ran.rows = 0
     assert outcome(lambda: case.cached(data, store)) == plain
     assert ran.rows == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slow_step_is_made_in_parts_and_gives_what_datasets_gives(name: str, store: Store) -> None:
+    case = CASES[name]
+    data = case.prepare(rows())
+    plain = outcome(lambda: case.plain(data))
+    with slow_blocks(4):
+        assert outcome(lambda: case.cached(data, store)) == plain
+        data = case.prepare(rows(COUNT + 20))
+        plain = outcome(lambda: case.plain(data))
+        assert outcome(lambda: case.cached(data, store)) == plain
+    ran.rows = 0
+    assert outcome(lambda: case.cached(data, store)) == plain
+    assert ran.rows == 0 or not isinstance(plain, dict)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,381 @@
+"""Makes results of blocks, here or in the step's processes, and keeps each as soon as it is there.
+
+The result of a slow block is put together from parts (`block_parts`). Nothing is known of a block beforehand:
+one that turns out to be slow is ended, and begun anew in parts. The speed of the function is that of the
+latest rows.
+
+Which blocks are made, and under which keys, is `block_runner`'s. Must never keep a result that an operator's
+exception, or a dead worker, has cut short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from castore.adapters.datasets import scratch
+from castore.adapters.datasets.block_claims import Claim
+from castore.adapters.datasets.block_entries import (
+    NO_ROOM,
+    BlockResult,
+    NotInBlocksError,
+    name_again,
+    put_result,
+    remove_result,
+)
+from castore.adapters.datasets.block_parts import BlockParts, MadePart, Part, join
+from castore.adapters.datasets.block_step import (
+    NULL_TYPE,
+    BlockStep,
+    TooSlowError,
+    Written,
+    run_block,
+    run_in_worker,
+    workers,
+)
+from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.named_files import file_states
+from castore.store import Store
+
+# So much of a step suffices to estimate the size of its result.
+_SHOWS_SIZE = 1 / 20
+
+
+class FilesChangedError(Exception):
+    """Files that rows of a block name have changed since its key was made."""
+
+
+class _NotInPartsError(Exception):
+    """The parts of a block do not show what its result is."""
+
+
+class Job(NamedTuple):
+    """A block to make.
+
+    Attributes:
+        number: the block's place.
+        rows, files, first: the block, what its rows name, and the number of its first row.
+        features: the features of the result, in JSON; None to find them.
+        key: of the result.
+        claim: of the block.
+        again: gives another key for the result, by its features; None for no other.
+    """
+
+    number: int
+    rows: pa.Table
+    files: Sequence[Any]
+    first: int
+    features: str | None
+    key: str
+    claim: Claim
+    again: Callable[[str], str] | None
+
+
+class _Made(NamedTuple):
+    """A block's result in a file, and the parts that it was put together from."""
+
+    written: Written
+    parts: Sequence[MadePart] = ()
+
+
+class BlockProgress:
+    """The rows that are done, for a bar and a callback. Each block, or part, counts once, however often seen.
+
+    Args:
+        on_rows: a callback that receives the number of rows done; None for none.
+        bar: a bar of tqdm.
+    """
+
+    def __init__(self, on_rows: Callable[[int], object] | None, bar: Any) -> None:
+        self._on_rows, self._bar = on_rows, bar
+        self._counted: dict[int, int] = {}  # rows of each block
+        self._reused = 0
+        self._guard = threading.Lock()
+
+    def count(self, block: int, upto: int, *, reused: bool) -> None:
+        """Count the rows of a block, up to so many, whose results are there."""
+        with self._guard:
+            rows = upto - self._counted.get(block, 0)
+            if rows <= 0:
+                return
+            self._counted[block] = upto
+            if reused and not self._bar.disable:
+                self._bar.initial += rows  # the rate is that of rows that run
+                self._reused += rows
+                self._bar.set_postfix_str(f"{self._reused:,} reused", refresh=False)
+            self._bar.update(rows)
+            if self._on_rows is not None:
+                self._on_rows(rows)
+
+
+class BlockMaker:
+    """Makes the results of blocks; a context.
+
+    Args:
+        store, step, options, temp_dir: of the run.
+        parts: the parts of its blocks.
+        progress: counts rows.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        step: BlockStep,
+        options: StorageOptions,
+        temp_dir: str | os.PathLike[str] | None,
+        parts: BlockParts,
+        progress: BlockProgress,
+    ) -> None:
+        self._store = store
+        self._step = step
+        self._options = options
+        self._temp_dir = temp_dir
+        self._parts = parts
+        self._progress = progress
+        #: Time that the function takes; None while no row has run.
+        self._seconds_a_row: float | None = None
+        self._waiting: deque[Future[BlockResult]] = deque()
+        self._rows_kept, self._bytes_kept = 0, 0
+        #: The keys of all results that were made.
+        self.made: set[str] = set()
+
+    def __enter__(self) -> BlockMaker:
+        with contextlib.ExitStack() as stack:
+            file = scratch.new_file(self._store, self._temp_dir)
+            stack.callback(scratch.remove, file)
+            self._files = (file.with_name(f"{number:09}.arrow") for number in itertools.count())
+            self._guard = threading.Lock()
+            # One thread: compression uses all cores by itself.
+            self._keeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="castore-blocks"))
+            # A thread waits for each block, and for the parts of it, that the processes make.
+            count = self._step.num_proc + 2
+            self._waiters = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="castore-parts"))
+            self._workers = stack.enter_context(workers(self._step))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
+
+    def note(self, number: int, found: BlockResult) -> None:
+        """Count a block whose result was there."""
+        if self._seconds_a_row is None and found.seconds:
+            self._seconds_a_row = found.seconds / max(1, found.rows_in)
+        self._progress.count(number, found.rows_in, reused=found.key not in self.made)
+
+    def make(self, job: Job) -> tuple[Future[BlockResult], Future[Written]]:
+        """Make a block's result; waits while many others are being made.
+
+        Returns:
+            The result, once it is kept, and its file before that.
+        """
+        file = self._new_file()
+        made: Future[_Made]
+        try:
+            if self._workers is None:
+                made = Future()
+                made.set_result(self._make(job, file))
+            else:
+                made = self._waiters.submit(self._make, job, file)
+        except BaseException:
+            remove_result(file)
+            job.claim.end(is_kept=False)
+            raise
+        kept = self._keeper.submit(self._keep, job, made, file)
+        self._waiting.append(kept)
+        while len(self._waiting) > self._step.num_proc + 1:
+            self._waiting.popleft().result()
+        return kept, _written_of(made)
+
+    def features_of(self, rows: pa.Table, first: int, key: str) -> str | None:
+        """The features of a part of the result, in JSON; None if it does not show the types of all columns.
+
+        Args:
+            rows, first: the first rows of a block, and the number of the first.
+            key: the block's key.
+        """
+        file = self._new_file()
+        try:
+            made = self._run(rows, first, None, file, key).result()
+        finally:
+            remove_result(file)
+        return made.features if made.rows and NULL_TYPE not in made.features else None
+
+    def settle(self) -> None:
+        """Wait for the results that are being made. A block whose result failed will be made again."""
+        while self._waiting:
+            self._waiting.popleft().exception()
+
+    def _new_file(self) -> Path:
+        with self._guard:
+            return next(self._files)
+
+    # Running
+
+    def _make(self, job: Job, file: Path) -> _Made:
+        """Run the step on a block, as a whole or in parts."""
+        parts = self._parts.cut(job.rows, job.first, job.features, self._seconds_a_row)
+        if parts is None:
+            try:
+                return _Made(self._run_whole(job, file, may_end=True))
+            except TooSlowError as slow:
+                self._seconds_a_row = slow.seconds_a_row
+            parts = self._parts.cut(job.rows, job.first, job.features, self._seconds_a_row)
+        made = None if parts is None else self._make_in_parts(job, parts, file)
+        return _Made(self._run_whole(job, file, may_end=False)) if made is None else made
+
+    def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
+        written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
+        self._seconds_a_row = written.seconds / max(1, len(job.rows))
+        return written
+
+    def _make_in_parts(self, job: Job, parts: Sequence[Part], file: Path) -> _Made | None:
+        """Make a block in parts; None if these do not show what its result is."""
+        made: list[MadePart] = []
+        done = 0
+        with contextlib.ExitStack() as stack, contextlib.suppress(_NotInPartsError):
+            for part in self._run_parts(job, parts, stack):
+                made.append(part)
+                done += len(job.rows) - done if part.part is None else part.part.rows
+                self._progress.count(job.number, done, reused=part.is_reused)
+            written = join(self._step, [part.written for part in made], file)
+            return None if written is None else _Made(written, made)
+        return None
+
+    def _run_parts(self, job: Job, parts: Sequence[Part], stack: contextlib.ExitStack) -> Iterator[MadePart]:
+        """The results of parts, in order, each kept once it is there.
+
+        Where the block turns out to take little time, the rest of it runs at once: the rows before that may
+        have loaded a model.
+        """
+        running: deque[tuple[Part | None, Future[Written]] | MadePart] = deque()
+        most = 1 if self._workers is None else 2 * self._step.num_proc
+        waiting = deque(parts)
+        while waiting or running:
+            while waiting and len(running) < most:
+                part = waiting.popleft()
+                file = self._new_file()
+                stack.callback(remove_result, file)
+                if (found := self._parts.bring(part, file)) is not None:
+                    running.append(found)
+                elif self._is_quick(job.rows):
+                    waiting.clear()
+                    running.append(
+                        (None, self._run_part(job, part, job.rows[part.first - job.first :], file))
+                    )
+                else:
+                    running.append((part, self._run_part(job, part, part.block.read(), file)))
+            made = running.popleft()
+            yield made if isinstance(made, MadePart) else self._keep_part(*made)
+
+    def _run_part(self, job: Job, part: Part, rows: pa.Table, file: Path) -> Future[Written]:
+        """Run the step on rows that begin with those of a part."""
+        try:
+            return self._run(rows, part.first, job.features, file, part.key)
+        except NotInBlocksError as error:
+            raise _NotInPartsError from error
+
+    def _keep_part(self, part: Part | None, coming: Future[Written]) -> MadePart:
+        """Keep a part once it is there, but not the rest of a block that has turned out to take no time."""
+        try:
+            written = coming.result()
+        except NotInBlocksError as error:
+            raise _NotInPartsError from error
+        if part is None:
+            return MadePart(None, written, False, None)
+        self._seconds_a_row = written.seconds / part.rows
+        self._check_files(part.block.read(), part.block.files)
+        return self._parts.keep(part, written)
+
+    def _is_quick(self, rows: pa.Table) -> bool:
+        """Whether the function is known to take little time for so many rows."""
+        most = self._step.slow_seconds(len(rows))
+        return self._seconds_a_row is not None and self._seconds_a_row * len(rows) <= most
+
+    def _run(
+        self,
+        rows: pa.Table,
+        first: int,
+        features: str | None,
+        file: Path,
+        key: str,
+        may_end: bool = False,
+    ) -> Future[Written]:
+        if self._workers is not None:  # the first block too: an operator's crash must not end this process
+            return run_in_worker(self._workers, rows, first, features, file, key, may_end)
+        done: Future[Written] = Future()
+        done.set_result(run_block(self._step, rows, first, features, file, key, may_end))
+        return done
+
+    # Keeping
+
+    def _keep(self, job: Job, coming: Future[_Made], file: Path) -> BlockResult:
+        is_kept = False
+        try:
+            written, parts = coming.result()
+            self._check_files(job.rows, job.files)
+            result = put_result(
+                self._store,
+                job.key,
+                written.path,
+                len(job.rows),
+                written.rows,
+                written.features,
+                self._options,
+                written.seconds,
+                names_files=written.names_files,
+            )
+            if job.again is not None and written.rows:
+                name_again(self._store, job.key, job.again(written.features))
+            if parts:
+                self._parts.link(parts, result)
+            self.made.add(job.key)
+            is_kept = True
+        finally:
+            remove_result(file)
+            job.claim.end(is_kept=is_kept)
+        self._check_room(result)
+        self._progress.count(job.number, len(job.rows), reused=False)
+        reused = [part for part in parts if part.part is not None and part.is_reused]
+        return result._replace(
+            rows_reused=sum(part.part.rows for part in reused if part.part is not None),
+            seconds_saved=sum(part.written.seconds for part in reused),
+        )
+
+    def _check_files(self, rows: pa.Table, files: Sequence[Any]) -> None:
+        """Check that files that rows name are still as they were when the key of the rows was made."""
+        if files and file_states(rows, self._step.dataset.features) != files:
+            raise FilesChangedError
+
+    def _check_room(self, result: BlockResult) -> None:
+        """Check that all results will fit: later ones would push earlier ones out."""
+        self._rows_kept += result.rows_in
+        self._bytes_kept += result.stored
+        rows, most = len(self._step.dataset), self._store.settings.max_size
+        if most is None or self._rows_kept < rows * _SHOWS_SIZE:
+            return
+        if self._bytes_kept * rows > most * self._rows_kept:
+            raise NotInBlocksError(NO_ROOM)
+
+
+def _written_of(made: Future[_Made]) -> Future[Written]:
+    """The file of a block that is being made."""
+    coming: Future[Written] = Future()
+
+    def pass_on(made: Future[_Made]) -> None:
+        try:
+            coming.set_result(made.result().written)
+        except BaseException as error:  # noqa: BLE001 - the caller's, where it asks for the file
+            coming.set_exception(error)
+
+    made.add_done_callback(pass_on)
+    return coming

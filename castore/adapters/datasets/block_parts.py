@@ -1,0 +1,304 @@
+"""The parts of a slow block: each is kept as soon as it is there.
+
+A block of a function that takes a second a row takes hours. So a slow block is cut once more, by the same
+rule and finer, and its result is put together from the results of the parts. A run that is killed leaves the
+parts that were done, and a change of a row runs one part.
+
+A part's result is the entry `PARTS_FOLDER`/<key>, and keys are made as those of blocks are. While the block
+is being made the entry has a file of its own. Once the block's result is there, the entry is empty, and its
+metadata names some rows of the block's file: parts take no space of their own.
+
+Must never give rows of a part whose bytes are damaged: such a part is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+from datasets.table import InMemoryTable, table_cast
+
+from castore.adapters.datasets.block_entries import NO_ROOM, BlockResult, NotInBlocksError, write_result
+from castore.adapters.datasets.block_step import (
+    UNCHANGED,
+    BlockStep,
+    Written,
+)
+from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.source_blocks import SourceBlock, cut_rows
+from castore.errors import FullError, TooLargeError
+from castore.records import LOST
+from castore.store import Store
+
+#: The folder of the results of parts, each named by its key.
+PARTS_FOLDER = ".datasets/parts"
+# A part is of use while its block is being made, and for the next changes of it.
+_SECONDS = 30 * 86400.0
+# How many parts a block may be cut into, on average.
+_FINER = (16, 256, 4096)
+
+#: Gives the key of a block, by the number of its first row, and the features of the result.
+KeyOf = Callable[[SourceBlock, int, str | None], str]
+
+
+class Part(NamedTuple):
+    """A part of a block.
+
+    Attributes:
+        block: the part's rows, as a block of their own.
+        rows: the number of its rows.
+        first: the number of its first row among all rows of the step's input.
+        key: of its result.
+    """
+
+    block: SourceBlock
+    rows: int
+    first: int
+    key: str
+
+
+class MadePart(NamedTuple):
+    """A part whose result is in a file.
+
+    Attributes:
+        part: the part; None for rows that are no part of their own.
+        written: the file.
+        is_reused: whether the result was kept.
+        digest: of the file that has it in the store; None if it is not kept.
+    """
+
+    part: Part | None
+    written: Written
+    is_reused: bool
+    digest: str | None
+
+
+class BlockParts:
+    """The parts of a step's blocks.
+
+    Args:
+        store: keeps the results.
+        step: the step.
+        options: the storage options of results.
+        key_of: gives their keys.
+        fresh: find no part whose result is kept.
+    """
+
+    def __init__(
+        self, store: Store, step: BlockStep, options: StorageOptions, key_of: KeyOf, *, fresh: bool
+    ) -> None:
+        self._store = store
+        self._step = step
+        self._options = options
+        self._key_of = key_of
+        self._fresh = fresh
+        self._has_kept = False
+        self._latest: tuple[str, pa.Table] | None = None
+
+    def cut(
+        self, rows: pa.Table, first: int, features: str | None, seconds_a_row: float | None
+    ) -> list[Part] | None:
+        """The parts of a block; None for a block that is to be made as a whole.
+
+        A block whose first or last part is kept is cut as it was then.
+
+        Args:
+            rows, first: the block, and the number of its first row.
+            features: the features of the result, in JSON, as far as they are known.
+            seconds_a_row: the time that the function takes, if that is known.
+        """
+        if len(rows) <= self._step.at_once:
+            return None
+        seconds = None if seconds_a_row is None else seconds_a_row * len(rows)
+        most = self._step.slow_seconds(len(rows))
+        if seconds is not None and seconds <= most:
+            return None
+        self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
+        if self._has_kept:
+            for finer in _FINER:
+                parts = self._cut(rows, first, features, finer)
+                if any(self._find(part.key) for part in (parts[0], parts[-1])):
+                    return parts
+        if seconds is None:
+            return None
+        fit = (finer for finer in _FINER if 2 * seconds / finer <= most)
+        parts = self._cut(rows, first, features, next(fit, _FINER[-1]))
+        return parts if len(parts) > 1 else None
+
+    def _cut(self, rows: pa.Table, first: int, features: str | None, finer: int) -> list[Part]:
+        rule = self._step.rule._replace(first_rows=0, least_rows=self._step.at_once)
+        parts = []
+        for block in cut_rows([rows], self._step.dataset.features, rule, finer):
+            count = len(block.read())
+            parts.append(Part(block, count, first, self._key_of(block, first, features)))
+            first += count
+        return parts
+
+    def _find(self, key: str) -> dict[str, Any] | None:
+        """What is known of a kept part, with the ``digest`` of the file that has its rows."""
+        if not self._has_kept:
+            return None
+        entry = self._store.entry(f"{PARTS_FOLDER}/{key}")
+        if entry is None:
+            return None
+        found = {"digest": entry.digest, **entry.metadata}
+        blob = self._store.blob(found["digest"])
+        return None if blob is None or blob.pack == LOST else found
+
+    def bring(self, part: Part, file: Path) -> MadePart | None:
+        """Write the rows of a kept part to a file; None if it is not kept."""
+        found = self._find(part.key)
+        table = None if found is None else self._read(found["digest"])
+        if found is None or table is None:
+            return None
+        self._store.count_use(f"{PARTS_FOLDER}/{part.key}")
+        rows = table[found["start"] : found["start"] + found["rows"]]
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        keys = frozenset(map(tuple, found["keys"]))
+        about = found["rows"], found["features"], found["seconds"], found["names_files"], keys
+        written = Written(str(file), *about)
+        return MadePart(part, written, True, found["digest"])
+
+    def _read(self, digest: str) -> pa.Table | None:
+        """The rows of a file; None if its bytes are damaged or gone."""
+        latest = self._latest  # parts of one block follow one another
+        if latest is not None and latest[0] == digest:
+            return latest[1]
+        blob = self._store.blob(digest)
+        data = None if blob is None else self._store.get_blob(blob)
+        if data is None:
+            return None
+        table = pa.ipc.open_stream(data).read_all()
+        self._latest = digest, table
+        return table
+
+    def keep(self, part: Part, written: Written) -> MadePart:
+        """Keep the result of a part that has run.
+
+        Raises:
+            NotInBlocksError: it does not fit into the budget, or onto the disk.
+        """
+        try:
+            entry = self._store.put_file(
+                f"{PARTS_FOLDER}/{part.key}",
+                written.path,
+                codec=self._options.codec,
+                level=self._options.level,
+                ttl=self._ttl,
+                metadata=_about(written, 0),
+            )
+        except (FullError, TooLargeError) as error:
+            raise NotInBlocksError(NO_ROOM) from error
+        return MadePart(part, written, False, entry.digest)
+
+    def link(self, made: Sequence[MadePart], result: BlockResult) -> None:
+        """Have the parts of a block name rows of its result, and remove their own files."""
+
+        def link() -> None:
+            start = 0
+            for part, written, _, _ in made:
+                if part is not None:
+                    # The second key is that of the same rows in a block that has others in front of it.
+                    later = self._key_of(part.block, part.first, result.features)
+                    for key in {part.key, later}:
+                        about = {**_about(written, start), "digest": result.digest}
+                        batch.put(f"{PARTS_FOLDER}/{key}", b"", codec="none", metadata=about)
+                start += written.rows
+
+        batch = self._store.batch(ttl=self._ttl)
+        batch.run(link)
+        # Now, not with the next gc: the rows are in the store twice.
+        own = {part.digest for part in made if part.digest is not None} - {result.digest}
+        self._store.remove_blobs(bytes.fromhex(digest) for digest in own)
+
+    @property
+    def _ttl(self) -> float:
+        given = math.inf if self._options.ttl is None else float(self._options.ttl)
+        return min(given, _SECONDS)
+
+
+def _about(written: Written, start: int) -> dict[str, Any]:
+    return {
+        "start": start,
+        "rows": written.rows,
+        "features": written.features,
+        "seconds": round(written.seconds, 6),
+        "names_files": written.names_files,
+        "keys": sorted(written.keys),
+    }
+
+
+def join(step: BlockStep, made: Sequence[Written], file: Path) -> Written | None:
+    """The result of a block from those of its parts; None if these do not show what that of the block is.
+
+    Rows with other keys than those before are an error, or not, as they lie in what `datasets` writes at
+    once.
+    Parts whose features were not given have those that their own rows show. They are those of the block
+    if all parts have the same, where columns without a value take the type of the others.
+
+    Args:
+        step: the step.
+        made: the results of the parts, in order.
+        file: the path for the result.
+    """
+    if len(frozenset().union(*(part.keys for part in made))) > 1:
+        return None
+    with_rows = [part for part in made if part.rows] or made[:1]
+    try:
+        found = functools.reduce(_merge, (json.loads(part.features) for part in with_rows))
+    except _DifferError:
+        return None
+    features = step.dataset.features if found is None else datasets.Features.from_dict(found)
+    try:
+        tables = [
+            _cast(pa.ipc.open_stream(pa.memory_map(part.path)).read_all(), features) for part in with_rows
+        ]
+    except (TypeError, pa.ArrowException):  # a part without values, from a block in which others had some
+        return None
+    info = datasets.DatasetInfo(features=features)
+    rows = datasets.Dataset(InMemoryTable(pa.concat_tables(tables)), info=info, fingerprint="joined")
+    return Written(
+        write_result(rows, str(file)),
+        len(rows),
+        UNCHANGED if found is None else json.dumps(found),
+        sum(part.seconds for part in made),
+        any(part.names_files for part in made),
+    )
+
+
+def _read_file(path: str) -> pa.Table:
+    return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+
+
+def _cast(table: pa.Table, features: datasets.Features) -> pa.Table:
+    schema = features.arrow_schema
+    return table if table.schema.equals(schema, check_metadata=False) else table_cast(table, schema)
+
+
+class _DifferError(Exception):
+    """Features differ in more than columns without a value."""
+
+
+_NULL = {"dtype": "null", "_type": "Value"}
+
+
+def _merge(one: Any, other: Any) -> Any:
+    """Features, or a part of them, that are one or the other's wherever the other has no value."""
+    if one == other and _order(one) == _order(other):
+        return one
+    if one == _NULL or other == _NULL:
+        return other if one == _NULL else one
+    if not isinstance(one, dict) or not isinstance(other, dict) or list(one) != list(other):
+        raise _DifferError
+    return {name: _merge(value, other[name]) for name, value in one.items()}
+
+
+def _order(features: Any) -> str:
+    return json.dumps(features)

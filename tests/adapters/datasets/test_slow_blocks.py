@@ -1,0 +1,222 @@
+"""A slow block is made from parts: a kill, an error or a change of a row costs a part of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import Pipeline, cached_filter, cached_map
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from castore.adapters.datasets.block_parts import PARTS_FOLDER
+from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
+from tests.helpers import flip
+
+#: Rows of the input, of a block and of a part, on average.
+COUNT, ROWS, PART = 600, 100, 6
+
+
+class Ran:
+    """Counts rows in a file, whatever process they run in; does not count in keys."""
+
+    def __init__(self) -> None:
+        self.file = -1
+
+    def __castore_key__(self) -> str:
+        return "Ran"
+
+    def __call__(self) -> None:
+        os.write(self.file, b".")
+
+    def take(self) -> int:
+        """How many rows have run since the last call."""
+        size = os.fstat(self.file).st_size
+        os.ftruncate(self.file, 0)
+        return size
+
+
+ran = Ran()
+
+
+@pytest.fixture(autouse=True)
+def _counted(tmp_path: Path) -> Iterator[None]:
+    ran.file = os.open(tmp_path / "ran", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    with small_blocks(ROWS * 64, ROWS):
+        yield
+    os.close(ran.file)
+
+
+def texts(count: int = COUNT) -> list[str]:
+    return [f"{number} " + "word " * (number * 7 % 13) for number in range(count)]
+
+
+def rows(values: list[Any]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": values})
+
+
+def measured(row: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"size": len(row["text"])}
+
+
+def is_odd(row: dict[str, Any]) -> bool:
+    ran()
+    return bool(len(row["text"]) % 2)
+
+
+def stored(store: Store, folder: str) -> dict[str, int]:
+    return {entry.name: entry.size for entry in store.entries(folder)}
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_changed_inserted_or_deleted_row_runs_a_part(store: Store, num_proc: int) -> None:
+    values = texts()
+    with slow_blocks(ROWS // PART):
+        cached_map(rows(values), measured, store=store, num_proc=num_proc)
+        assert COUNT <= ran.take() < 1.2 * COUNT  # of each first block the rows that told that it is slow
+        for place in (0, 130, 333, COUNT - 1):
+            changed = random.Random(place).choice(
+                [[*values[:place], "new", *values[place + 1 :]], [*values[:place], "new", *values[place:]],
+                 values[:place] + values[place + 1 :]]
+            )  # fmt: skip
+            data = rows(changed)
+            assert told(cached_map(data, measured, store=store, num_proc=num_proc)) == told(data.map(_plain))
+            assert ran.take() < ROWS
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {"size": len(row["text"])}
+
+
+def fails_at(number: int) -> Any:
+    """A function that fails at that row, and has the same key as without failing."""
+
+    def function(row: dict[str, Any]) -> dict[str, Any]:
+        if failing.at is not None and row["text"].startswith(f"{failing.at} "):
+            raise RuntimeError(f"row {failing.at}")
+        return measured(row)
+
+    failing.at = number
+    return function
+
+
+class _Failing:
+    at: int | None = None
+
+    def __castore_key__(self) -> str:
+        return "failing"
+
+
+failing = _Failing()
+
+
+def test_an_error_leaves_the_parts_before_it(store: Store) -> None:
+    data = rows(texts())
+    function = fails_at(COUNT - 20)
+    with slow_blocks(ROWS // PART):
+        with pytest.raises(RuntimeError, match="row 580"):
+            cached_map(data, function, store=store)
+        before = ran.take()
+        failing.at = None
+        assert told(cached_map(data, function, store=store)) == told(data.map(_plain))
+    assert ran.take() < COUNT - before + 6 * PART
+
+
+def test_bytes_of_a_part_that_are_damaged_are_made_again(store: Store) -> None:
+    data = rows(texts(ROWS))
+    function = fails_at(ROWS - 5)
+    with slow_blocks(ROWS // PART), pytest.raises(RuntimeError):
+        cached_map(data, function, store=store, num_proc=1)
+    before = len(stored(store, PARTS_FOLDER))
+    assert before > 2
+    for file in (store.path / "objects").rglob("*"):
+        for place in range(16, file.stat().st_size if file.is_file() else 0, 64):
+            flip(file, place)
+    ran.take()
+    failing.at = None
+    with slow_blocks(ROWS // PART):
+        assert told(cached_map(data, function, store=store)) == told(data.map(_plain))
+    assert ran.take() >= ROWS - 2 * PART
+
+
+def test_parts_take_no_space_once_their_block_is_there(tmp_path: Path) -> None:
+    data = rows(texts())
+    with Store(tmp_path / "whole", memory=0) as whole, Store(tmp_path / "parts", memory=0) as parts:
+        cached_map(data, measured, store=whole)
+        with slow_blocks(ROWS // PART):
+            cached_map(data, measured, store=parts)
+        assert stored(parts, BLOCKS_FOLDER) == stored(whole, BLOCKS_FOLDER)
+        assert stored(whole, PARTS_FOLDER) == {}
+        assert set(stored(parts, PARTS_FOLDER).values()) == {0}
+        # But for the blob of no bytes that the parts have in common.
+        assert parts.stat().blobs == whole.stat().blobs + 1
+
+
+def test_a_quick_function_runs_each_row_once_and_makes_no_parts(store: Store) -> None:
+    cached_map(rows(texts()), measured, store=store)
+    assert ran.take() == COUNT
+    assert stored(store, PARTS_FOLDER) == {}
+
+
+def test_processes_share_the_parts_of_one_block(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "pids"
+    folder.mkdir()
+
+    def wait_for_another(row: dict[str, Any]) -> dict[str, Any]:
+        number = int(row["text"].split()[0])
+        (folder / f"{os.getpid()}").touch()
+        while number > 10 and len(os.listdir(folder)) < 2:
+            time.sleep(0.001)
+        return {"pid": os.getpid()}
+
+    with small_blocks(1 << 20, 1000), slow_blocks(20):
+        made = cached_map(rows(texts(400)), wait_for_another, store=store, num_proc=2, fingerprint="pids")
+    assert len(stored(store, BLOCKS_FOLDER)) <= 2  # with its second name
+    assert len(set(made["pid"])) == 2
+
+
+def test_a_column_that_has_no_value_in_some_parts_takes_its_type_from_the_others(store: Store) -> None:
+    def sparse(row: dict[str, Any]) -> dict[str, Any]:
+        is_rare = row["text"].startswith("77 ")
+        return {"mark": row["text"] if is_rare else None, "list": [1] if is_rare else [], "n": {"x": None}}
+
+    values = texts(ROWS)
+    for changed in (values, [text for text in values if not text.startswith("77 ")], values[5:], values):
+        data = rows(changed)
+        with slow_blocks(ROWS // PART):
+            assert told(cached_map(data, sparse, store=store)) == told(data.map(sparse))
+
+
+def test_filters_and_pipelines_are_made_in_parts(store: Store) -> None:
+    data = rows(texts())
+
+    class Odd:
+        def compute_stats(self, sample: dict[str, Any]) -> dict[str, Any]:
+            ran()
+            sample["__dj__stats__"]["length"] = len(sample["text"])
+            return sample
+
+        def process(self, sample: dict[str, Any]) -> bool:
+            return bool(sample["__dj__stats__"]["length"] % 2)
+
+    with slow_blocks(ROWS // PART):
+        kept = cached_filter(data, is_odd, store=store)
+        assert told(kept) == told(data.filter(lambda row: len(row["text"]) % 2))
+        result = Pipeline([measured, Odd()], store=store).run(data).dataset
+        ran.take()
+        changed = rows([*texts()[:300], "new", *texts()[301:]])
+        cached_filter(changed, is_odd, store=store)
+        assert ran.take() < ROWS
+        again = Pipeline([measured, Odd()], store=store).run(changed)
+        assert ran.take() < 2 * ROWS
+        first = again.steps[0]
+        assert first.rows_in is not None
+        assert 0 < first.rows_in - first.rows_reused < ROWS
+    assert len(result) == len(kept)
