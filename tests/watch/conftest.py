@@ -186,7 +186,7 @@ def real_bytes(folder: Path) -> int:
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*") if not path.is_symlink())
 
 
-def settled(folder: Path, name: str, data: bytes) -> Path:
+def make_file(folder: Path, name: str, data: bytes) -> Path:
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)

@@ -17,7 +17,7 @@ from castore.repair import doctor
 from castore.system.temporary import is_running
 from castore.watch import dangling_links
 from castore.watch.dangling_links import LinkedMount, mount_of
-from tests.watch.conftest import Watch, run, settled
+from tests.watch.conftest import Watch, make_file, run
 
 
 def kill_mount(store: Store) -> None:
@@ -32,10 +32,10 @@ def test_a_watcher_reports_that_its_links_lead_to_nothing_and_when_they_do_again
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     """Nothing happens in the folder meanwhile: the watcher must not need a new file to find out."""
-    settled(folder, "a", b"a")
+    make_file(folder, "a", b"a")
     sooner = "from castore.watch import dangling_links; dangling_links._CHECK_SECONDS = 0.1"
     watching = watch("--replace", period=sooner)
-    settled(folder, "b", b"b")
+    make_file(folder, "b", b"b")
     watching.until("replaced", "in/a")
     watching.until("replaced", "in/b")
     kill_mount(store)
@@ -59,7 +59,7 @@ def test_a_watcher_reports_that_its_links_lead_to_nothing_and_when_they_do_again
 def test_it_is_reported_at_the_start_whatever_the_watcher_is_to_do(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    settled(folder, "a", b"a")
+    make_file(folder, "a", b"a")
     watch("--replace").end_after("replaced")
     kill_mount(store)
     for words in ([], ["--mirror"]):
@@ -79,7 +79,7 @@ def test_it_is_reported_at_the_start_whatever_the_watcher_is_to_do(
 def test_doctor_reports_it_with_what_to_do(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    settled(folder, "a", b"a")
+    make_file(folder, "a", b"a")
     watch("--replace").end_after("replaced")
     store.put("another/file", b"that no link stands for", metadata={"link": "my own"})
     assert doctor.examine(store.path, [dangling_links.examine]) == []
@@ -98,7 +98,7 @@ def test_doctor_reports_it_with_what_to_do(
 def test_the_advice_does_what_it_says(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
     castore_fuse.umount(mountpoint)
     castore_fuse.mount(store, mountpoint, prefix="in")
-    path = settled(folder, "deep/a", b"a")
+    path = make_file(folder, "deep/a", b"a")
     watch("--replace").end_after("replaced")
     kill_mount(store)
     (finding,) = [
@@ -119,7 +119,7 @@ def test_links_that_are_gone_themselves_are_nobodys_worry(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     for name in "ab":
-        settled(folder, name, name.encode())
+        make_file(folder, name, name.encode())
     watching = watch("--replace")
     watching.until("replaced", "in/a")
     watching.until("replaced", "in/b")
@@ -150,7 +150,7 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     for name in "abc":
-        settled(folder, name, name.encode() * 100)
+        make_file(folder, name, name.encode() * 100)
     watching = watch("--replace")
     for name in "abc":
         watching.until("replaced", f"in/{name}")
@@ -179,8 +179,8 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
 def test_restoring_with_another_prefix_says_which_there_are(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    settled(folder, "a", b"a")
-    settled(folder, "deep/b", b"b")
+    make_file(folder, "a", b"a")
+    make_file(folder, "deep/b", b"b")
     watching = watch("--replace")
     watching.until("replaced", "in/a")
     watching.until("replaced", "in/deep/b")

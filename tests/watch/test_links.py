@@ -16,7 +16,7 @@ from castore import Store
 from castore.watch import link_registry
 from tests.clocks import pass_time
 from tests.helpers import text
-from tests.watch.conftest import Watch, run, settled
+from tests.watch.conftest import Watch, make_file, run
 
 
 def test_a_renamed_link_takes_its_bytes_along(
@@ -24,7 +24,7 @@ def test_a_renamed_link_takes_its_bytes_along(
 ) -> None:
     data = {name: text(100_000, seed=ord(name)) for name in "abc"}
     for name, content in data.items():
-        settled(folder, f"old/{name}", content)
+        make_file(folder, f"old/{name}", content)
     watching = watch("--replace", "--mirror")
     for name in data:
         watching.until("replaced", f"in/old/{name}")
@@ -47,7 +47,7 @@ def test_a_renamed_link_takes_its_bytes_along(
 def test_a_link_that_a_tool_deletes_lets_go_of_its_entry(
     store: Store, folder: Path, mountpoint: Path, watch: Watch, mirror: bool
 ) -> None:
-    path = settled(folder, "a", b"a")
+    path = make_file(folder, "a", b"a")
     watching = watch("--replace", *(["--mirror"] if mirror else []))
     watching.until("replaced")
     path.unlink()
@@ -59,7 +59,7 @@ def test_a_link_that_a_tool_deletes_lets_go_of_its_entry(
 def test_a_new_file_in_the_place_of_a_link_is_replaced_in_turn(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    path = settled(folder, "a", b"one")
+    path = make_file(folder, "a", b"one")
     watching = watch("--replace")
     watching.until("replaced")
     (folder / "a.tmp").write_bytes(b"three")
@@ -74,7 +74,7 @@ def test_a_new_file_in_the_place_of_a_link_is_replaced_in_turn(
 def test_a_pin_of_the_users_outlives_the_link(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    path = settled(folder, "a", b"a")
+    path = make_file(folder, "a", b"a")
     watch().end_after("added")
     store.pin("in/a")
     watching = watch("--replace")
@@ -90,7 +90,7 @@ def test_what_a_link_leads_to_never_expires(
     store: Store, folder: Path, mountpoint: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(store.path, "init", "--ttl", "1h")
-    settled(folder, "a", b"a")
+    make_file(folder, "a", b"a")
     watch().end_after("added")
     entry = store.entry("in/a")
     assert entry is not None
@@ -107,7 +107,7 @@ def test_links_inside_the_folder_lead_on_through_what_was_replaced(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     """Like a hub's cache: snapshots of links to blobs."""
-    settled(folder, "blobs/abc", b"bytes")
+    make_file(folder, "blobs/abc", b"bytes")
     (folder / "snapshots").mkdir()
     (folder / "snapshots" / "model").symlink_to("../blobs/abc")
     watching = watch("--replace")
@@ -123,7 +123,7 @@ def test_restore_puts_the_files_back_without_a_mount(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     data = text(3_000_000)
-    path = settled(folder, "a.bin", data)
+    path = make_file(folder, "a.bin", data)
     path.chmod(0o640)
     before = path.stat()
     watch("--replace").end_after("replaced")

@@ -10,11 +10,11 @@ import pytest
 import castore_fuse
 from castore import Store
 from castore.watch.find_mount import NoMountError, find_mount
-from tests.watch.conftest import Watch, run, settled
+from tests.watch.conftest import Watch, make_file, run
 
 
 def test_without_a_live_mount_it_refuses_with_the_command_to_run(store: Store, folder: Path) -> None:
-    path = settled(folder, "a", b"a")
+    path = make_file(folder, "a", b"a")
     ran = run(store.path, "watch", folder, "--as", "in", "--replace")
     assert ran.returncode == 1
     assert ran.stderr == (
@@ -51,7 +51,7 @@ def test_a_standing_mount_is_chosen_before_one_that_ends_with_a_block(
 def test_a_mount_of_a_prefix_can_be_linked_into(
     store: Store, folder: Path, tmp_path: Path, watch: Watch
 ) -> None:
-    settled(folder, "a/b", b"bytes")
+    make_file(folder, "a/b", b"bytes")
     with castore_fuse.mounted(store, tmp_path / "m", prefix="in") as root:
         watching = watch("--replace")
         watching.until("replaced")
@@ -63,7 +63,7 @@ def test_a_mount_of_a_prefix_can_be_linked_into(
 
 def test_a_pinned_mount_serves_as_well(store: Store, folder: Path, tmp_path: Path, watch: Watch) -> None:
     with castore_fuse.mounted(store, tmp_path / "m", pin=True):
-        path = settled(folder, "a", b"one")
+        path = make_file(folder, "a", b"one")
         watching = watch("--replace")
         watching.until("replaced")
         assert path.read_bytes() == b"one"
@@ -80,7 +80,7 @@ def test_files_wait_while_the_mount_is_gone_and_are_replaced_when_it_is_back(
     watching = watch("--replace")
     castore_fuse.umount(mountpoint)
     for name in "abc":
-        settled(folder, name, b"bytes")
+        make_file(folder, name, b"bytes")
     watching.until("added", "in/c")
     assert "no live mount" in watching.until("failed")["reason"]
     assert not (folder / "a").is_symlink()
@@ -93,7 +93,7 @@ def test_files_wait_while_the_mount_is_gone_and_are_replaced_when_it_is_back(
 def test_mirror_keeps_entries_whose_link_is_there_though_the_mount_is_not(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    path = settled(folder, "a", b"a")
+    path = make_file(folder, "a", b"a")
     watch("--replace", "--mirror").end_after("replaced")
     castore_fuse.umount(mountpoint)
     assert watch("--mirror").end() == 0
@@ -107,7 +107,7 @@ def test_mirror_keeps_entries_whose_link_is_there_though_the_mount_is_not(
 def test_links_follow_the_mount_to_another_place(
     store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
 ) -> None:
-    path = settled(folder, "a", b"a")
+    path = make_file(folder, "a", b"a")
     watch("--replace").end_after("replaced")
     castore_fuse.umount(mountpoint)
     with castore_fuse.mounted(store, tmp_path / "elsewhere") as root:
@@ -119,7 +119,7 @@ def test_links_follow_the_mount_to_another_place(
 def test_a_link_that_is_renamed_while_there_is_no_mount_leads_to_its_new_name(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    settled(folder, "a", b"a")
+    make_file(folder, "a", b"a")
     watch("--replace").end_after("replaced")
     castore_fuse.umount(mountpoint)
     (folder / "a").rename(folder / "b")

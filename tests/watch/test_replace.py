@@ -22,7 +22,7 @@ from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
 from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 from tests.helpers import flip, payload, text
-from tests.watch.conftest import Watch, real_bytes, settled
+from tests.watch.conftest import Watch, make_file, real_bytes
 
 
 def test_files_become_links_with_the_same_bytes_and_times(
@@ -30,7 +30,7 @@ def test_files_become_links_with_the_same_bytes_and_times(
 ) -> None:
     data = {f"{kind}/{number}": text(300_000, seed=number) for number in range(3) for kind in "ab"}
     for name, content in data.items():
-        settled(folder, name, content).chmod(0o640)
+        make_file(folder, name, content).chmod(0o640)
     before = {name: (folder / name).stat() for name in data}
     taken = real_bytes(folder)
     watching = watch("--replace")
@@ -55,7 +55,7 @@ def test_open_and_mapped_files_keep_their_bytes(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     data = text(2_000_000)
-    path = settled(folder, "a", data)
+    path = make_file(folder, "a", data)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         watch("--replace").until("replaced")
         assert path.is_symlink()
@@ -67,7 +67,7 @@ def test_writing_in_place_to_what_was_replaced_is_refused_and_changes_nothing(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     """Logs do not belong into such a folder: a tool that pauses longer than files take to settle fails."""
-    path = settled(folder, "log", b"one\n")
+    path = make_file(folder, "log", b"one\n")
     watching = watch("--replace")
     watching.until("replaced")
     for write in (lambda: path.open("ab"), lambda: path.open("r+b"), lambda: path.chmod(0o600)):
@@ -81,12 +81,12 @@ def test_writing_in_place_to_what_was_replaced_is_refused_and_changes_nothing(
 def test_a_file_open_for_writing_is_left_alone(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    path = settled(folder, "a", b"one")
+    path = make_file(folder, "a", b"one")
     watch().end_after("added")
     with path.open("r+b") as file:
         watching = watch("--replace")
         for name in "bc":  # the second settles when `a`, scanned as the watcher started, was scanned again
-            settled(folder, name, name.encode())
+            make_file(folder, name, name.encode())
             watching.until("replaced", f"in/{name}")
         assert not path.is_symlink()
         file.write(b"two")
@@ -116,7 +116,7 @@ def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
     left = {"write_in_place": b"other", "write_anew": b"other", "set_permissions": b"bytes"}
     told: list[Exception | None] = []
     for touch in (write_in_place, write_anew, remove, set_permissions):
-        path = settled(folder, touch.__name__, b"bytes")
+        path = make_file(folder, touch.__name__, b"bytes")
         entry = store.put_file(f"in/{path.name}", path)
         with Snapshot(str(path)) as file:
             touch(path)
@@ -157,7 +157,7 @@ def test_what_cannot_be_read_back_is_not_replaced(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     data = text(300_000)
-    path = settled(folder, "a", data)
+    path = make_file(folder, "a", data)
     watch().end_after("added")
     file, offset, _ = payload(store, "in/a")
     flip(file, offset + 100)
@@ -170,7 +170,7 @@ def test_what_cannot_be_read_back_is_not_replaced(
 
 
 def test_files_with_other_hard_links_stay(store: Store, folder: Path, mountpoint: Path, watch: Watch) -> None:
-    path = settled(folder, "a", b"a")
+    path = make_file(folder, "a", b"a")
     os.link(path, folder.with_name("another"))
     assert "hard links" in watch("--replace", ready=False).until("kept", "in/a")["reason"]
     assert not path.is_symlink()
@@ -181,7 +181,7 @@ def test_at_any_kill_each_name_holds_its_file_or_its_link(
 ) -> None:
     data = {f"{number:03}": text(20_000 + number, seed=number) for number in range(150)}
     for name, content in data.items():
-        settled(folder, name, content)
+        make_file(folder, name, content)
     chance = random.Random(7)
     for _ in range(12):
         watching = watch("--replace", settle="0", ready=False)
@@ -212,7 +212,7 @@ def dead_process() -> str:
 def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
-    paths = [settled(folder, name, name.encode() * 100) for name in ("kept", "written")]
+    paths = [make_file(folder, name, name.encode() * 100) for name in ("kept", "written")]
     first = watch("--replace")
     first.until("replaced", "in/kept")
     first.until("replaced", "in/written")
@@ -238,7 +238,7 @@ def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
 @pytest.mark.usefixtures("mountpoint")
 def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Store, folder: Path) -> None:
     """The other has bound the entry as well, found the file busy, and takes its record back."""
-    mount, path = find_mount(store, "in"), settled(folder, "a", b"bytes" * 100)
+    mount, path = find_mount(store, "in"), make_file(folder, "a", b"bytes" * 100)
     with Snapshot(str(path)) as file:
         replace.replace(
             store, mount, [(file, put_as_watched(store, path))],
@@ -256,7 +256,7 @@ def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Sto
 def test_a_file_that_became_a_link_while_it_was_put_keeps_the_links_record(
     store: Store, folder: Path
 ) -> None:
-    mount, path = find_mount(store, "in"), settled(folder, "a", b"bytes" * 100)
+    mount, path = find_mount(store, "in"), make_file(folder, "a", b"bytes" * 100)
     failed: list[str] = []
     adder = Adder(store, None, print, lambda path, error: failed.append(path), lambda size: None)
     adder.add("in/a", str(path), None)
@@ -289,7 +289,7 @@ def test_two_watchers_that_replace_do_no_harm(
     data = {f"{number:02}": text(50_000, seed=number) for number in range(30)}
     one, two = watch("--replace", "--mirror"), watch("--replace", "--mirror")
     for name, content in data.items():
-        settled(folder, name, content)
+        make_file(folder, name, content)
     deadline = time.monotonic() + 240
     while not all((folder / name).is_symlink() for name in data):
         assert time.monotonic() < deadline

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ from castore.store import Store
 
 # So much of a step suffices to estimate the size of its result.
 _SHOWS_SIZE = 1 / 20
+# So many parts of a block tell how long the rest of it takes.
+_TELLING_PARTS = 3
 
 
 class FilesChangedError(Exception):
@@ -235,7 +238,7 @@ class BlockMaker:
 
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
         written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
-        self._seconds_a_row = written.seconds / max(1, len(job.rows))
+        self._seconds_a_row = _speed(written, len(job.rows))
         return written
 
     def _make_in_parts(self, job: Job, parts: Sequence[Part], file: Path) -> _Made | None:
@@ -257,9 +260,9 @@ class BlockMaker:
         Where the block turns out to take little time, the rest of it runs at once: the rows before that may
         have loaded a model.
         """
-        running: deque[tuple[Part | None, Future[Written]] | MadePart] = deque()
+        running: deque[tuple[Part, Future[Written]] | MadePart] = deque()
         most = 1 if self._workers is None else 2 * self._step.num_proc
-        waiting = deque(parts)
+        waiting, speeds, may_be_quick = deque(parts), list[float](), True
         while waiting or running:
             while waiting and len(running) < most:
                 part = waiting.popleft()
@@ -267,39 +270,47 @@ class BlockMaker:
                 stack.callback(remove_result, file)
                 if (found := self._parts.bring(part, file)) is not None:
                     running.append(found)
-                elif self._is_quick(job.rows):
-                    waiting.clear()
-                    running.append(
-                        (None, self._run_part(job, part, job.rows[part.first - job.first :], file))
-                    )
-                else:
-                    running.append((part, self._run_part(job, part, part.block.read(), file)))
+                    continue
+                if may_be_quick and self._are_quick(speeds, job):
+                    rest = job.rows[part.first - job.first :]
+                    try:
+                        written = self._run_part(job, part, rest, file, may_end=True).result()
+                    except TooSlowError:
+                        may_be_quick = False
+                    else:
+                        waiting.clear()
+                        running.append(MadePart(None, written, False, None))
+                        continue
+                running.append((part, self._run_part(job, part, part.block.read(), file)))
             made = running.popleft()
-            yield made if isinstance(made, MadePart) else self._keep_part(*made)
+            if isinstance(made, MadePart):
+                yield made
+                continue
+            kept = self._keep_part(*made)
+            speeds.append(_speed(kept.written, made[0].rows))
+            self._seconds_a_row = statistics.median(speeds)
+            yield kept
 
-    def _run_part(self, job: Job, part: Part, rows: pa.Table, file: Path) -> Future[Written]:
+    def _are_quick(self, speeds: Sequence[float], job: Job) -> bool:
+        """Whether a block takes little time at the speed of its latest parts."""
+        if len(speeds) < _TELLING_PARTS:
+            return False
+        latest = statistics.median(speeds[-_TELLING_PARTS:])
+        return latest * len(job.rows) <= self._step.slow_seconds(len(job.rows))
+
+    def _run_part(
+        self, job: Job, part: Part, rows: pa.Table, file: Path, *, may_end: bool = False
+    ) -> Future[Written]:
         """Run the step on rows that begin with those of a part."""
-        try:
-            return self._run(rows, part.first, job.features, file, part.key)
-        except NotInBlocksError as error:
-            raise _NotInPartsError from error
+        with _not_in_parts():
+            return self._run(rows, part.first, job.features, file, part.key, may_end)
 
-    def _keep_part(self, part: Part | None, coming: Future[Written]) -> MadePart:
-        """Keep a part once it is there, but not the rest of a block that has turned out to take no time."""
-        try:
+    def _keep_part(self, part: Part, coming: Future[Written]) -> MadePart:
+        """Keep a part once it is there."""
+        with _not_in_parts():
             written = coming.result()
-        except NotInBlocksError as error:
-            raise _NotInPartsError from error
-        if part is None:
-            return MadePart(None, written, False, None)
-        self._seconds_a_row = written.seconds / part.rows
         self._check_files(part.block.read(), part.block.files)
         return self._parts.keep(part, written)
-
-    def _is_quick(self, rows: pa.Table) -> bool:
-        """Whether the function is known to take little time for so many rows."""
-        most = self._step.slow_seconds(len(rows))
-        return self._seconds_a_row is not None and self._seconds_a_row * len(rows) <= most
 
     def _run(
         self,
@@ -365,6 +376,20 @@ class BlockMaker:
             return
         if self._bytes_kept * rows > most * self._rows_kept:
             raise NotInBlocksError(NO_ROOM)
+
+
+@contextlib.contextmanager
+def _not_in_parts() -> Iterator[None]:
+    """Give up on parts where a part alone cannot be made."""
+    try:
+        yield
+    except NotInBlocksError as error:
+        raise _NotInPartsError from error
+
+
+def _speed(written: Written, rows: int) -> float:
+    """The seconds that a row takes."""
+    return written.seconds / max(1, rows) if written.seconds_a_row is None else written.seconds_a_row
 
 
 def _written_of(made: Future[_Made]) -> Future[Written]:

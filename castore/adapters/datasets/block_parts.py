@@ -162,8 +162,8 @@ class BlockParts:
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
         keys = frozenset(map(tuple, found["keys"]))
-        about = found["rows"], found["features"], found["seconds"], found["names_files"], keys
-        written = Written(str(file), *about)
+        about = found["rows"], found["features"], found["seconds"], found["names_files"]
+        written = Written(str(file), *about, keys=keys)
         return MadePart(part, written, True, found["digest"])
 
     def _read(self, digest: str) -> pa.Table | None:

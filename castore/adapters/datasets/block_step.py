@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
@@ -51,6 +51,10 @@ MIXED_ANSWERS = (
 )
 
 
+#: Receives each result of a function and the seconds that it took; may end the run by an exception.
+Called: TypeAlias = Callable[[Any, float], object]
+
+
 class BlockCall(NamedTuple):
     """A block for an operator, with the place and the form of its result.
 
@@ -60,8 +64,7 @@ class BlockCall(NamedTuple):
         features: the features of the result; None to find them.
         file: the path for an Arrow file of the result.
         fingerprint: the fingerprint for the result.
-        called: to be called with each result of the function, but for coroutine functions; may end the run
-            by an exception.
+        called: to be called for each result of the function, but for coroutine functions.
     """
 
     rows: datasets.Dataset
@@ -69,7 +72,7 @@ class BlockCall(NamedTuple):
     features: datasets.Features | None
     file: Path
     fingerprint: str
-    called: Callable[[Any], object]
+    called: Called
 
 
 class BlockStep(NamedTuple):
@@ -153,6 +156,7 @@ class Written(NamedTuple):
         features: its features in JSON, or `UNCHANGED`.
         seconds: the time that the step took.
         names_files: whether its rows name local files.
+        seconds_a_row: the time that the function alone took; None where that is not known.
         keys: the keys of the dicts that the function returned: all different sets of them, each in order.
     """
 
@@ -161,6 +165,7 @@ class Written(NamedTuple):
     features: str
     seconds: float
     names_files: bool
+    seconds_a_row: float | None = None
     keys: frozenset[tuple[str, ...]] = frozenset()
 
 
@@ -182,9 +187,9 @@ class TooSlowError(Exception):
 
 
 class _Watch:
-    """Notes the keys of results. Ends a run between two calls of its function, early on, if it would be slow.
+    """Notes the keys of results, and the time of calls. Ends a run between two calls, early on, if slow.
 
-    The first call does not count as to time: it loads models.
+    The first call does not count: it loads models.
 
     Args:
         step: the step.
@@ -195,39 +200,56 @@ class _Watch:
     def __init__(self, step: BlockStep, rows: int, *, may_end: bool) -> None:
         self._rows, self._at_once = rows, step.at_once
         self._most = step.slow_seconds(rows) if may_end else math.inf
-        self._calls, self._began = 0, 0.0
+        self._calls, self._first, self._seconds = 0, 0.0, 0.0
         self.keys: set[tuple[str, ...]] = set()
         self._latest: tuple[str, ...] = ()
 
-    def __call__(self, result: Any) -> None:
+    def __call__(self, result: Any, seconds: float) -> None:
         if isinstance(result, Mapping) and (keys := tuple(result)) != self._latest:
             self._latest = keys
             self.keys.add(tuple(sorted(keys)))
         self._calls += 1
         if self._calls == 1:
-            self._began = time.perf_counter()
+            self._first = seconds
             return
-        spent, done = time.perf_counter() - self._began, (self._calls - 1) * self._at_once
-        if spent > _TELLING_SECONDS and spent * self._rows > self._most * done and done * 2 < self._rows:
-            raise TooSlowError(spent / done)
+        self._seconds += seconds
+        done = (self._calls - 1) * self._at_once
+        if (
+            self._seconds > _TELLING_SECONDS
+            and self._seconds * self._rows > self._most * done
+            and done * 2 < self._rows
+        ):
+            raise TooSlowError(self._seconds / done)
+
+    def seconds_a_row(self) -> float | None:
+        """The time that the function takes; None if it was not called, or is a coroutine function."""
+        if self._calls > 1:
+            return self._seconds / ((self._calls - 1) * self._at_once)
+        return self._first / min(self._rows, self._at_once) if self._calls else None
+
+
+def watch_whole(step: BlockStep) -> Called:
+    """Ends the run of a step in one piece, early on, if it is slow: by a `TooSlowError`."""
+    return _Watch(step, len(step.dataset), may_end=True)
 
 
 class CallWatched:
-    """A function whose results are shown to a watch.
+    """A function whose results are shown to a watch, with the time that each took.
 
     Args:
         function: no coroutine function.
         called: of the `BlockCall`.
     """
 
-    def __init__(self, function: Callable[..., Any], called: Callable[[Any], object]) -> None:
+    def __init__(self, function: Callable[..., Any], called: Called) -> None:
         self._function = function
         self._called = called
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function, and then the watch."""
+        began = time.perf_counter()
         result = self._function(*arguments, **keywords)
-        self._called(result)
+        self._called(result, time.perf_counter() - began)
         return result
 
 
@@ -281,7 +303,9 @@ def run_block(
     made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     path = write_result(result, str(file))
     seconds, names_files = time.perf_counter() - began, rows_name_files(result)
-    return Written(path, len(result), made, seconds, names_files, frozenset(watch.keys))
+    return Written(
+        path, len(result), made, seconds, names_files, watch.seconds_a_row(), frozenset(watch.keys)
+    )
 
 
 def _is_of_writer(error: BaseException, *, last: bool = False) -> bool:

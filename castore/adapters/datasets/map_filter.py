@@ -18,7 +18,7 @@ from datasets.dataset_dict import bind
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.block_step import BlockCall, BlockStep, CallWatched, can_cut
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, Called, CallWatched, can_cut
 from castore.adapters.datasets.call_blocks import KeptCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
@@ -155,11 +155,12 @@ def _run_cached(
     }
     digits = step_runner.step_key(source, name, kind, description.fingerprint, parameters)
 
-    def make(file: Path) -> datasets.Dataset:
+    def make(file: Path, called: Called | None) -> datasets.Dataset:
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
-        with loops_closed(function) as called:
+        with loops_closed(function) as own:
+            is_watched = called is not None and not inspect.iscoroutinefunction(function)
             return getattr(dataset, kind)(
-                called,
+                CallWatched(own, called) if is_watched and called is not None else own,
                 **passed,
                 load_from_cache_file=False,
                 cache_file_name=str(file),
@@ -167,9 +168,8 @@ def _run_cached(
             )
 
     counted = {"kind": kind, "operator": description.fingerprint, "parameters": parameters}
-    blocks = _in_blocks(
-        kind, dataset, function, arguments, given, counted, rowwise=rowwise, small=store.is_shared
-    )
+    blocks = _in_blocks(kind, dataset, function, arguments, given, counted, rowwise=rowwise)
+    is_small = not can_cut(dataset, small=store.is_shared)
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
     return step_runner.run_or_load(
         store,
@@ -180,6 +180,7 @@ def _run_cached(
         rows_in=len(dataset),
         fresh=given.get("load_from_cache_file") is False,
         blocks=blocks,
+        only_if_slow=is_small and blocks is not None and blocks.num_proc == 1,
         info=dataset.info,
     ).dataset
 
@@ -193,7 +194,6 @@ def _in_blocks(
     counted: dict[str, Any],
     *,
     rowwise: bool,
-    small: bool,
 ) -> BlockStep | None:
     """The step as one that runs block by block; None if its result depends on more than a block's rows.
 
@@ -203,11 +203,10 @@ def _in_blocks(
         arguments, given: all arguments of `map` or `filter`, and those that the caller gave.
         counted: what the result depends on beside the rows.
         rowwise: as for `cached_map`.
-        small: as for `can_cut`.
     """
     num_proc = arguments["num_proc"] or 1
     is_batched, size = arguments["batched"], arguments["batch_size"]
-    if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset, small=small):
+    if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset, small=True):
         return None
     if num_proc < 1:
         return None  # `map` raises the error

@@ -12,6 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
 from castore.adapters.datasets.block_entries import NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once
-from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, Called, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
@@ -428,10 +429,11 @@ class _Run:
         """A function that runs a step on the present dataset."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
-        def make(file: Path) -> datasets.Dataset:
+        def make(file: Path, called: Called | None) -> datasets.Dataset:
             self._files.add(file)
             count = self._meter.make_counter(number, len(dataset))
-            return step.run(dataset, RunOptions(self._pipeline.num_proc, str(file), count, fingerprint))
+            num_proc = self._pipeline.num_proc
+            return step.run(dataset, RunOptions(num_proc, str(file), count, fingerprint, called=called))
 
         return make
 
@@ -440,10 +442,10 @@ class _Run:
         in_one_pass, dataset = self._step_maker(planned.number, fingerprint), self._dataset
         self._hashed = None
 
-        def make(file: Path) -> datasets.Dataset:
+        def make(file: Path, called: Called | None) -> datasets.Dataset:
             blocks = self.hashes_in_blocks(planned)
             if blocks is None:
-                return in_one_pass(file)
+                return in_one_pass(file, called)
             self._files.add(file)
             try:
                 self._hashed = compute_hashes(
@@ -456,7 +458,7 @@ class _Run:
                     CacheWarning,
                     stacklevel=6,
                 )
-                return in_one_pass(file)
+                return in_one_pass(file, called)
             return drop_duplicates(planned.step.operator, self._hashed.dataset, dataset.column_names)
 
         return make
@@ -477,10 +479,13 @@ class _Run:
             title=step.name,
         )
 
-    def in_blocks(self, planned: PlannedStep) -> BlockStep | None:
-        """A step on the present dataset, as one that runs block by block; None if it cannot."""
+    def in_blocks(self, planned: PlannedStep, *, small: bool = False) -> BlockStep | None:
+        """A step on the present dataset, as one that runs block by block; None if it cannot.
+
+        With ``small`` also one whose input is too small for that, unless it turns out to be slow.
+        """
         step, dataset = planned.step, self._dataset
-        if step.kind not in BLOCK_KINDS or not can_cut(dataset, small=self._store.is_shared):
+        if step.kind not in BLOCK_KINDS or not can_cut(dataset, small=small or self._store.is_shared):
             return None
         on_rows = self._meter.make_counter(planned.number, len(dataset))
 
@@ -540,7 +545,8 @@ class _Run:
                 self._options,
                 rows_in=rows,
                 temp_dir=pipeline.temp_dir,
-                blocks=self.in_blocks(step),
+                blocks=self.in_blocks(step, small=True),
+                only_if_slow=self.in_blocks(step) is None and (pipeline.num_proc or 1) == 1,
                 info=_description(self._dataset),
             )
             if is_deduplicator and not outcome.hit and self._hashed is not None:
@@ -641,7 +647,7 @@ class _Run:
     def _run_step(self, number: int, fingerprint: str | None) -> StepReport:
         rows, began = len(self._dataset), time.perf_counter()
         self._meter.begin(number, rows)
-        make = self._step_maker(number, fingerprint)
+        make = partial(self._step_maker(number, fingerprint), called=None)
         self._dataset = step_runner.run_step(self._store, make, fingerprint, self._pipeline.temp_dir)
         self._drop_unused()
         step, seconds = self._pipeline.steps[number], time.perf_counter() - began

@@ -26,8 +26,9 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import datasets
 
@@ -35,7 +36,7 @@ from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun, features_of
-from castore.adapters.datasets.block_step import BlockStep
+from castore.adapters.datasets.block_step import BlockStep, Called, TooSlowError, watch_whole
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.tables import (
@@ -65,7 +66,11 @@ _NAME_LENGTH = 60
 # In a record: the parts of the result's description that are not its input's.
 _OWN_INFO = "own_info"
 
-StepFunction = Callable[[Path], datasets.Dataset]
+
+class StepFunction(Protocol):
+    """Runs a step, given a path for the Arrow file of its result, and what `BlockCall.called` is, or None."""
+
+    def __call__(self, file: Path, called: Called | None) -> datasets.Dataset: ...
 
 
 class StepOutcome(NamedTuple):
@@ -185,19 +190,21 @@ def run_or_load(
     temp_dir: str | os.PathLike[str] | None = None,
     fresh: bool = False,
     blocks: BlockStep | None = None,
+    only_if_slow: bool = False,
     info: datasets.DatasetInfo | None = None,
 ) -> StepOutcome:
     """The result of a step: kept, computed by another process, or computed now and stored in the background.
 
     Args:
         store, name: the store, and the result's name in it.
-        make: runs the step, given a path for the Arrow file of its result.
+        make: runs the step.
         record: metadata to keep with the result; ``rows_in``, ``rows_out`` and ``seconds`` are added.
         options: the storage options.
         rows_in: rows of the step's input.
         temp_dir: the folder of the uncompressed file; by default below the store.
         fresh: run the step even if its result is kept.
         blocks: the step as one that runs block by block; None if it cannot.
+        only_if_slow: run block by block only once it has turned out to take long.
         info: the description of the input; None where it is not known.
 
     Raises:
@@ -210,13 +217,39 @@ def run_or_load(
         found.size.result()
     if not fresh and (hit := load_step(store, name, info)) is not None:
         return hit
-    one_piece = ""
+    as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info)
+    if blocks is not None and only_if_slow:
+        with contextlib.suppress(TooSlowError):
+            return as_one(partial(make, called=watch_whole(blocks)))
+    why = ""
     if blocks is not None:
         run = BlockRun(store, blocks, options, temp_dir, fresh=fresh)
         try:
             return _run_in_blocks(store, name, run, record, info)
         except NotInBlocksError as error:
-            one_piece = str(error)
+            why = str(error)
+    return as_one(partial(make, called=None), why)
+
+
+def _run_as_one(
+    store: Store,
+    name: str,
+    record: dict[str, Any],
+    options: dataset_entries.StorageOptions,
+    rows_in: int,
+    temp_dir: str | os.PathLike[str] | None,
+    fresh: bool,
+    info: datasets.DatasetInfo | None,
+    make: Callable[[Path], datasets.Dataset],
+    why: str = "",
+) -> StepOutcome:
+    """Run a step in one pass over all rows, unless another process has, and store it in the background.
+
+    Args:
+        why: the reason, for a warning, if the step was to run block by block.
+
+    The other arguments are those of `run_or_load`.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(store_locks(store).hold(name, may_move=True))  # `background.py` may end it
         if not fresh and (hit := load_step(store, name, info)) is not None:
@@ -229,11 +262,11 @@ def run_or_load(
             record[_OWN_INFO] = sorted({*own, *record.get(_OWN_INFO, ())})
         snapshot = private_copy(dataset)
         lock = stack.pop_all()
-    if one_piece:
+    if why:
         warnings.warn(
-            f"the step {name!r} ran as one piece, so a change of its input runs all of it again: {one_piece}",
+            f"the step {name!r} ran as one piece, so a change of its input runs all of it again: {why}",
             CacheWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
     part = make_part(snapshot, embed=False)
@@ -303,7 +336,10 @@ def _pending_outcome(
 
 
 def run_step(
-    store: Store, make: StepFunction, fingerprint: str | None, temp_dir: str | os.PathLike[str] | None
+    store: Store,
+    make: Callable[[Path], datasets.Dataset],
+    fingerprint: str | None,
+    temp_dir: str | os.PathLike[str] | None,
 ) -> datasets.Dataset:
     """Run a step; its result gets that fingerprint, and its file is removed if the step fails."""
     file = scratch.new_file(store, temp_dir)

@@ -25,7 +25,7 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import juicer
-from castore.adapters.datasets.block_step import CallWatched
+from castore.adapters.datasets.block_step import Called, CallWatched
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.errors import InvalidValueError
 from castore.system import worker_processes
@@ -51,8 +51,7 @@ class RunOptions:
         count: a callback that receives the number of rows done, where that can be known.
         fingerprint: the fingerprint of the result; `datasets` would derive one by pickling the operator.
         features: the features of the result; None to find them.
-        called: a callback for each result of the operator, where that can be known; may end the run by an
-            exception.
+        called: a callback for each result of the operator, where that can be known.
     """
 
     num_proc: int | None = None
@@ -60,7 +59,7 @@ class RunOptions:
     count: Callable[[int], object] | None = None
     fingerprint: str | None = None
     features: datasets.Features | None = None
-    called: Callable[[Any], object] | None = None
+    called: Called | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Arguments for `datasets.Dataset.map` and `filter`; datasets' own cache is not used."""

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import Pipeline, cached_filter, cached_map
+from castore.adapters.datasets import Pipeline, block_step, cached_filter, cached_map
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.block_parts import PARTS_FOLDER
 from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
@@ -163,6 +164,64 @@ def test_a_quick_function_runs_each_row_once_and_makes_no_parts(store: Store) ->
     cached_map(rows(texts()), measured, store=store)
     assert ran.take() == COUNT
     assert stored(store, PARTS_FOLDER) == {}
+
+
+def test_a_function_that_takes_long_at_first_is_soon_known_to_be_quick(store: Store) -> None:
+    calls = iter(range(1 << 30))
+
+    def loads(row: dict[str, Any]) -> dict[str, Any]:
+        if next(calls) in (0, 1):
+            time.sleep(0.6)  # more than the time that tells
+        return measured(row)
+
+    with small_blocks(1 << 20, 10_000):
+        data = rows(texts(4000))
+        made = cached_map(data, loads, store=store, fingerprint="loads")
+    assert told(made) == told(data.map(_plain))
+    assert len(data) <= ran.take() < 1.1 * len(data)
+    assert 0 < len(stored(store, PARTS_FOLDER)) < 200  # of thousands
+
+
+def test_rows_of_which_some_take_long_are_kept_in_parts(store: Store) -> None:
+    def in_turns(row: dict[str, Any]) -> dict[str, Any]:
+        if int(row["text"].split()[0]) % 100 > 70:
+            time.sleep(0.005)
+        if int(row["text"].split()[0]) == 990:
+            raise RuntimeError("the end")
+        return measured(row)
+
+    with (
+        small_blocks(1 << 20, 10_000),
+        mock.patch.object(block_step, "SLOW_SECONDS", 0.5),
+        mock.patch.object(block_step, "_TELLING_SECONDS", 0.02),
+        pytest.raises(RuntimeError, match="the end"),
+    ):
+        cached_map(rows(texts(1000)), in_turns, store=store, fingerprint="turns")
+    kept = sum(entry.metadata["rows"] for entry in store.entries(PARTS_FOLDER))
+    assert kept > 800
+
+
+@pytest.mark.parametrize("way", ["cached_map", "Pipeline", "processes"])
+def test_few_rows_of_a_slow_function_are_kept_in_parts_too(store: Store, way: str) -> None:
+    """They are not cut into blocks, unless a function turns out to be slow."""
+    data, function = rows(texts(90)), fails_at(70)
+
+    def run() -> datasets.Dataset:
+        if way == "Pipeline":
+            return Pipeline([function], store=store).run(data).dataset
+        return cached_map(data, function, store=store, num_proc=2 if way == "processes" else None)
+
+    with small_blocks(1 << 20, 10_000), slow_blocks(256):
+        with pytest.raises(RuntimeError, match="row 70"):
+            run()
+        kept = sum(entry.metadata["rows"] for entry in store.entries(PARTS_FOLDER))
+        assert kept >= 60
+        failing.at = None
+        ran.take()
+        assert told(run()) == told(data.map(_plain))
+    assert ran.take() <= len(data) - kept + 10
+    run()
+    assert ran.take() == 0
 
 
 def test_processes_share_the_parts_of_one_block(store: Store, tmp_path: Path) -> None:
