@@ -68,9 +68,10 @@ _OWN_INFO = "own_info"
 
 
 class StepFunction(Protocol):
-    """Runs a step, given a path for the Arrow file of its result, and what `BlockCall.called` is, or None."""
+    """Runs a step."""
 
-    def __call__(self, file: Path, called: Called | None) -> datasets.Dataset: ...
+    def __call__(self, file: Path, called: Called | None) -> datasets.Dataset:
+        """The result, given a path for its Arrow file, and what `BlockCall.called` is, or None."""
 
 
 class StepOutcome(NamedTuple):
