@@ -14,6 +14,7 @@ Must never give rows of a part whose bytes are damaged: such a part is not there
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from castore.adapters.datasets.block_step import (
     Written,
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.source_blocks import SourceBlock, cut_rows
+from castore.adapters.datasets.source_blocks import SourceBlock, block_of_rows, cut_rows
 from castore.errors import FullError, TooLargeError
 from castore.records import LOST
 from castore.store import Store
@@ -120,25 +121,27 @@ class BlockParts:
         if seconds is not None and seconds <= most:
             return None
         self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
-        if self._has_kept:
-            for finer in _FINER:
-                parts = self._cut(rows, first, features, finer)
-                if any(self._find(part.key) for part in (parts[0], parts[-1])):
-                    return parts
+        if seconds is None and not self._has_kept:
+            return None
+        rule = self._step.rule._replace(first_rows=0, least_rows=self._step.at_once)
+        ways = [list(cut_rows([rows], self._step.dataset.features, rule, finer)) for finer in _FINER]
+        for pieces in ways:
+            ends = (pieces[0], first), (pieces[-1], first + len(rows) - len(pieces[-1]))
+            if any(self._find(self._part(*end, features).key) for end in ends):
+                return self._parts(pieces, first, features)
         if seconds is None:
             return None
-        fit = (finer for finer in _FINER if 2 * seconds / finer <= most)
-        parts = self._cut(rows, first, features, next(fit, _FINER[-1]))
-        return parts if len(parts) > 1 else None
+        fit = (pieces for pieces in ways if 2 * seconds / len(pieces) <= most)
+        pieces = next(fit, ways[-1])
+        return self._parts(pieces, first, features) if len(pieces) > 1 else None
 
-    def _cut(self, rows: pa.Table, first: int, features: str | None, finer: int) -> list[Part]:
-        rule = self._step.rule._replace(first_rows=0, least_rows=self._step.at_once)
-        parts = []
-        for block in cut_rows([rows], self._step.dataset.features, rule, finer):
-            count = len(block.read())
-            parts.append(Part(block, count, first, self._key_of(block, first, features)))
-            first += count
-        return parts
+    def _parts(self, pieces: Sequence[pa.Table], first: int, features: str | None) -> list[Part]:
+        begins = itertools.accumulate((len(piece) for piece in pieces), initial=first)
+        return [self._part(piece, begin, features) for piece, begin in zip(pieces, begins, strict=False)]
+
+    def _part(self, rows: pa.Table, first: int, features: str | None) -> Part:
+        block = block_of_rows(rows, self._step.dataset.features)
+        return Part(block, len(rows), first, self._key_of(block, first, features))
 
     def _find(self, key: str) -> dict[str, Any] | None:
         """What is known of a kept part, with the ``digest`` of the file that has its rows."""

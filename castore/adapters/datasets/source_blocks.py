@@ -58,21 +58,25 @@ def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]
         return
     features = dataset.features
     batch = min(batch_rows(dataset), _ROWS_WITH_FILES) if may_name_files(features) else batch_rows(dataset)
-    yield from cut_rows(dataset.with_format("arrow").iter(batch), features, rule)
+    for rows in cut_rows(dataset.with_format("arrow").iter(batch), features, rule):
+        yield block_of_rows(rows, features)
 
 
 def cut_rows(
     tables: Iterable[pa.Table], features: datasets.Features, rule: Cut, finer: int = 1
-) -> Iterator[SourceBlock]:
-    """Rows with those features as blocks, in order; the other arguments are those of `cut`."""
-    names_files = may_name_files(features)
-    sizes = partial(file_sizes, features=features) if names_files else None
-    for rows in cut(tables, rule, sizes, finer):
-        rows = rows.combine_chunks()  # noqa: PLW2901 - rows picked one by one are a chunk each
-        digest, named = table_digest(rows), file_states(rows, features) if names_files else []
-        if named:
-            digest = fingerprint([digest, named])
-        yield SourceBlock(digest, lambda rows=rows: rows, named)  # type: ignore[misc]
+) -> Iterator[pa.Table]:
+    """Rows with those features, cut with the bytes of files that they name; other arguments as for `cut`."""
+    sizes = partial(file_sizes, features=features) if may_name_files(features) else None
+    return cut(tables, rule, sizes, finer)
+
+
+def block_of_rows(rows: pa.Table, features: datasets.Features) -> SourceBlock:
+    """Rows with those features as a block."""
+    rows = rows.combine_chunks()  # rows picked one by one are a chunk each
+    digest, named = table_digest(rows), file_states(rows, features) if may_name_files(features) else []
+    if named:
+        digest = fingerprint([digest, named])
+    return SourceBlock(digest, lambda: rows, named)
 
 
 class ReadAhead:

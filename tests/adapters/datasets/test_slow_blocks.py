@@ -191,7 +191,7 @@ def test_rows_of_which_some_take_long_are_kept_in_parts(store: Store) -> None:
         return measured(row)
 
     with (
-        small_blocks(1 << 20, 10_000),
+        small_blocks(1 << 17, 1000),
         mock.patch.object(block_step, "SLOW_SECONDS", 0.5),
         mock.patch.object(block_step, "_TELLING_SECONDS", 0.02),
         pytest.raises(RuntimeError, match="the end"),
