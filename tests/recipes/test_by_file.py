@@ -485,7 +485,7 @@ def test_a_new_file_costs_its_rows_in_every_step(reading: Reading) -> None:
 
 @pytest.fixture
 def a_block_for_each_file(reading: Reading) -> Iterator[None]:
-    """Ends before `reading` does. What `monkeypatch` sets is undone later, and would bring its small blocks
+    """Ends before `reading` does. `monkeypatch` is undone later, and would bring the small blocks of `reading`
     back for all tests that follow.
     """
     with small_blocks(2**20, 10_000), mock.patch.object(source_blocks, "_SMALLEST_FILE", 1):
@@ -547,7 +547,7 @@ def shorter(sample: Row) -> Row:
 
 
 def both_of_batch(samples: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """What `lower` and `shorter` make of rows, by one call for many of them."""
+    """The rows that `lower` and `shorter` make of rows, by one call for many of them."""
     rows = ({"text": text} for text in samples["text"])
     return {"text": [shorter(lower(row))["text"] for row in rows]}
 

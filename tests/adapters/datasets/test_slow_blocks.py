@@ -211,7 +211,7 @@ def test_few_rows_of_a_slow_function_are_kept_in_parts_too(store: Store, way: st
             return Pipeline([function], store=store).run(data).dataset
         return cached_map(data, function, store=store, num_proc=2 if way == "processes" else None)
 
-    with small_blocks(1 << 20, 10_000), slow_blocks(256):
+    with small_blocks(1 << 20, 10_000), slow_blocks(4096):
         with pytest.raises(RuntimeError, match="row 70"):
             run()
         kept = sum(entry.metadata["rows"] for entry in store.entries(PARTS_FOLDER))
