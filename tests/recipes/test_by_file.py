@@ -485,8 +485,8 @@ def test_a_new_file_costs_its_rows_in_every_step(reading: Reading) -> None:
 
 @pytest.fixture
 def a_block_for_each_file(reading: Reading) -> Iterator[None]:
-    """Ends before `reading` does. `monkeypatch` is undone later, and would bring the small blocks of `reading`
-    back for all tests that follow.
+    """Ends before `reading` does. `monkeypatch` is undone later, and would bring the small blocks of
+    `reading` back for all tests that follow.
     """
     with small_blocks(2**20, 10_000), mock.patch.object(source_blocks, "_SMALLEST_FILE", 1):
         yield

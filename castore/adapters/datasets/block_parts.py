@@ -144,7 +144,7 @@ class BlockParts:
         return Part(block, len(rows), first, self._key_of(block, first, features))
 
     def _find(self, key: str) -> dict[str, Any] | None:
-        """The metadata of a kept part, with the ``digest`` of the file that has its rows; None if not kept."""
+        """The metadata of a kept part, with the ``digest`` of the file that has its rows; None for others."""
         if not self._has_kept:
             return None
         entry = self._store.entry(f"{PARTS_FOLDER}/{key}")
