@@ -39,6 +39,8 @@ def notes(tmp_path: Path) -> Notes:
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_blocks, "TARGET_CALLS", BLOCK)
     monkeypatch.setattr(call_blocks, "TARGET_BYTES", BLOCK * 200)
+    # A block is kept at once, however long the function's fingerprint takes on a busy machine.
+    monkeypatch.setattr(call_blocks, "_BETWEEN_FINGERPRINTS", 0)
 
 
 def source() -> datasets.IterableDataset:
