@@ -216,6 +216,20 @@ def test_a_row_that_is_deleted_costs_the_blocks_around_it(store: Store) -> None:
     assert told(result.dataset) == told(Pipeline(operators, store=store, use_cache=False).run(less).dataset)
 
 
+def test_a_step_behind_one_that_gives_the_same_rows_as_before_runs_no_row(store: Store) -> None:
+    def trimmed(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"text": sample["text"].strip()}
+
+    def trimmed_by_another(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"text": sample["text"].lstrip().rstrip()}
+
+    data = rows(COUNT)
+    Pipeline([trimmed, lower, Length()], store=store).run(data)
+    edited, *others = Pipeline([trimmed_by_another, lower, Length()], store=store).run(data).steps
+    assert edited.rows_reused == 0
+    assert [step.rows_in for step in others] == [step.rows_reused for step in others]
+
+
 def test_explain_tells_of_every_step_what_its_run_finds_kept(store: Store) -> None:
     pipeline = Pipeline([lower, Length(), later, OtherStats()], store=store)
     pipeline.run(rows(COUNT))
