@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench import hitrates, plots
+from tools.bench import plots
 
 
 def test_each_line_of_a_plot_has_a_style_of_its_own() -> None:
+    pytest.importorskip("torch")
+    from tools.bench import hitrates
+
     drawn = list(plots.styled(dict.fromkeys(hitrates.POLICIES, (0.5,))))
     assert [policy for (policy, _), _ in drawn] == [*hitrates.POLICIES]
     assert len({style for _, style in drawn}) == len(drawn)

@@ -147,6 +147,8 @@ def test_keys_that_another_program_renews_are_followed(
     bucket.put("one", b"1")
 
 
+# botocore leaves the streams of the command to the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_keys_that_a_command_gives_are_asked_for_by_boto3(seaweedfs: Place, tmp_path: Path) -> None:
     answer = f'{{"Version": 1, "AccessKeyId": "{KEY}", "SecretAccessKey": "{SECRET}"}}'
     (tmp_path / "answer").write_text(answer)

@@ -33,7 +33,7 @@ from castore.adapters.datasets.block_entries import (
     put_result,
     remove_result,
 )
-from castore.adapters.datasets.block_parts import BlockParts, MadePart, Part, join
+from castore.adapters.datasets.block_parts import BlockParts, Joined, MadePart, Part, PartsDifferError
 from castore.adapters.datasets.block_step import (
     NULL_TYPE,
     BlockStep,
@@ -55,10 +55,6 @@ _TELLING_PARTS = 3
 
 class FilesChangedError(Exception):
     """Files that rows of a block name have changed since its key was made."""
-
-
-class _NotInPartsError(Exception):
-    """The parts of a block do not show what its result is."""
 
 
 class Job(NamedTuple):
@@ -127,6 +123,7 @@ class BlockMaker:
         store, step, options, temp_dir: of the run.
         parts: the parts of its blocks.
         progress: counts rows.
+        seconds_a_row: time that the function takes; None where it is not known.
     """
 
     def __init__(
@@ -137,6 +134,7 @@ class BlockMaker:
         temp_dir: str | os.PathLike[str] | None,
         parts: BlockParts,
         progress: BlockProgress,
+        seconds_a_row: float | None,
     ) -> None:
         self._store = store
         self._step = step
@@ -145,7 +143,8 @@ class BlockMaker:
         self._parts = parts
         self._progress = progress
         #: Time that the function takes; None while no row has run.
-        self._seconds_a_row: float | None = None
+        self._seconds_a_row = seconds_a_row
+        self._may_be_parts = True
         self._waiting: deque[Future[BlockResult]] = deque()
         self._rows_kept, self._bytes_kept = 0, 0
         #: The keys of all results that were made.
@@ -226,33 +225,53 @@ class BlockMaker:
 
     def _make(self, job: Job, file: Path) -> _Made:
         """Run the step on a block, as a whole or in parts."""
-        parts = self._parts.cut(job.rows, job.first, job.features, self._seconds_a_row)
-        if parts is None:
+        finer = self._choose(job)
+        if finer is None and self._may_be_parts:
             try:
                 return _Made(self._run_whole(job, file, may_end=True))
             except TooSlowError as slow:
                 self._seconds_a_row = slow.seconds_a_row
-            parts = self._parts.cut(job.rows, job.first, job.features, self._seconds_a_row)
-        made = None if parts is None else self._make_in_parts(job, parts, file)
-        return _Made(self._run_whole(job, file, may_end=False)) if made is None else made
+            finer = self._choose(job)
+        if finer is not None:
+            try:
+                return self._make_in_parts(job, finer, file)
+            except PartsDifferError:
+                self._may_be_parts = False  # nor would those of other blocks do
+        return _Made(self._run_whole(job, file, may_end=False))
+
+    def _choose(self, job: Job) -> int | None:
+        if not self._may_be_parts:
+            return None
+        return self._parts.choose(job.rows, job.first, job.features, self._seconds_a_row)
 
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
         written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
         self._seconds_a_row = _speed(written, len(job.rows))
         return written
 
-    def _make_in_parts(self, job: Job, parts: Sequence[Part], file: Path) -> _Made | None:
-        """Make a block in parts; None if these do not show what its result is."""
-        made: list[MadePart] = []
+    def _make_in_parts(self, job: Job, finer: int, file: Path) -> _Made:
+        """Make a block in parts: first the rows that decide the features of the result, if any do.
+
+        Raises:
+            PartsDifferError: the parts do not show what the result is.
+        """
+        joined, made = Joined(self._step), list[MadePart]()
+        head = self._parts.head_rows(len(job.rows), job.features)
         done = 0
-        with contextlib.ExitStack() as stack, contextlib.suppress(_NotInPartsError):
-            for part in self._run_parts(job, parts, stack):
-                made.append(part)
-                done += len(job.rows) - done if part.part is None else part.part.rows
-                self._progress.count(job.number, done, reused=part.is_reused)
-            written = join(self._step, [part.written for part in made], file)
-            return None if written is None else _Made(written, made)
-        return None
+        with contextlib.ExitStack() as stack:
+            for rows in (job.rows[:head], job.rows[head:]):
+                if not len(rows):
+                    continue
+                features = joined.features if done else job.features
+                section = job._replace(rows=rows, first=job.first + done, features=features)
+                parts = self._parts.cut(rows, section.first, features, finer)
+                upto = done + len(rows)
+                for part in self._run_parts(section, parts, stack):
+                    joined.add(part.written)
+                    made.append(part)
+                    done = upto if part.part is None else done + part.part.rows
+                    self._progress.count(job.number, done, reused=part.is_reused)
+            return _Made(joined.write(file), made)
 
     def _run_parts(self, job: Job, parts: Sequence[Part], stack: contextlib.ExitStack) -> Iterator[MadePart]:
         """The results of parts, in order, each kept once it is there.
@@ -384,7 +403,7 @@ def _not_in_parts() -> Iterator[None]:
     try:
         yield
     except NotInBlocksError as error:
-        raise _NotInPartsError from error
+        raise PartsDifferError from error
 
 
 def _speed(written: Written, rows: int) -> float:

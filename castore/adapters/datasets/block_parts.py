@@ -13,7 +13,6 @@ Must never give rows of a part whose bytes are damaged: such a part is not there
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -42,7 +41,7 @@ PARTS_FOLDER = ".datasets/parts"
 # A part is of use while its block is being made, and for the next changes of it.
 _SECONDS = 30 * 86400.0
 # How many parts a block may be cut into, on average.
-_FINER = (16, 256, 4096)
+_FINER = (4, 16, 64, 256, 1024, 4096)
 
 #: Gives the key of a block, by the number of its first row, and the features of the result.
 KeyOf = Callable[[SourceBlock, int, str | None], str]
@@ -102,12 +101,12 @@ class BlockParts:
         self._has_kept = False
         self._latest: tuple[str, pa.Table] | None = None
 
-    def cut(
+    def choose(
         self, rows: pa.Table, first: int, features: str | None, seconds_a_row: float | None
-    ) -> list[Part] | None:
-        """The parts of a block; None for a block that is to be made as a whole.
+    ) -> int | None:
+        """How many parts a block is cut into, on average; None for a block that is to be made as a whole.
 
-        A block whose first or last part is kept is cut as it was then.
+        A block of which a part is kept, the first of its rows, say, is cut as it was then.
 
         Args:
             rows, first: the block, and the number of its first row.
@@ -118,26 +117,37 @@ class BlockParts:
             return None
         seconds = None if seconds_a_row is None else seconds_a_row * len(rows)
         most = self._step.slow_seconds(len(rows))
-        if seconds is not None and seconds <= most:
-            return None
         self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
-        if seconds is None and not self._has_kept:
+        if not self._has_kept if seconds is None else seconds <= most:
             return None
-        rule = self._step.rule._replace(first_rows=0, least_rows=self._step.at_once)
-        ways = [list(cut_rows([rows], self._step.dataset.features, rule, finer)) for finer in _FINER]
-        for pieces in ways:
-            ends = (pieces[0], first), (pieces[-1], first + len(rows) - len(pieces[-1]))
-            if any(self._find(self._part(*end, features).key) for end in ends):
-                return self._parts(pieces, first, features)
+        head = rows[: self.head_rows(len(rows), features)]
+        counts = []
+        for finer in _FINER:
+            pieces = self._cut(head, finer)
+            ends = (pieces[0], first), (pieces[-1], first + len(head) - len(pieces[-1]))
+            if self._has_kept and any(self._find(self._part(*end, features).key) for end in ends):
+                return finer
+            counts.append(len(pieces) * len(rows) / len(head))
         if seconds is None:
             return None
-        fit = (pieces for pieces in ways if 2 * seconds / len(pieces) <= most)
-        pieces = next(fit, ways[-1])
-        return self._parts(pieces, first, features) if len(pieces) > 1 else None
+        fit = (finer for finer, count in zip(_FINER, counts, strict=True) if 2 * seconds / count <= most)
+        return next(fit, _FINER[-1])
 
-    def _parts(self, pieces: Sequence[pa.Table], first: int, features: str | None) -> list[Part]:
+    def head_rows(self, rows: int, features: str | None) -> int:
+        """How many of a block's first rows decide the features of the result; all if these are known."""
+        if features is not None or self._step.has_features:
+            return rows
+        return min(rows, self._step.rule.first_rows if self._step.at_once == 1 else self._step.at_once)
+
+    def cut(self, rows: pa.Table, first: int, features: str | None, finer: int) -> list[Part]:
+        """The parts of a block's rows; ``finer`` as `choose` gives it, the other arguments as there."""
+        pieces = self._cut(rows, finer)
         begins = itertools.accumulate((len(piece) for piece in pieces), initial=first)
         return [self._part(piece, begin, features) for piece, begin in zip(pieces, begins, strict=False)]
+
+    def _cut(self, rows: pa.Table, finer: int) -> list[pa.Table]:
+        rule = self._step.rule._replace(first_rows=0, least_rows=self._step.at_once)
+        return list(cut_rows([rows], self._step.dataset.features, rule, finer))
 
     def _part(self, rows: pa.Table, first: int, features: str | None) -> Part:
         block = block_of_rows(rows, self._step.dataset.features)
@@ -238,42 +248,64 @@ def _about(written: Written, start: int) -> dict[str, Any]:
     }
 
 
-def join(step: BlockStep, made: Sequence[Written], file: Path) -> Written | None:
-    """The result of a block from those of its parts; None if these do not show what that of the block is.
+class PartsDifferError(Exception):
+    """The parts of a block do not show what its result is."""
 
-    Rows with other keys than those before are an error, or not, as they lie in what `datasets` writes at
-    once.
-    Parts whose features were not given have those that their own rows show. They are those of the block
-    if all parts have the same, where columns without a value take the type of the others.
 
-    Args:
-        step: the step.
-        made: the results of the parts, in order.
-        file: the path for the result.
+class Joined:
+    """The result of a block as its parts show it.
+
+    Parts whose features were not given have those that their own rows show. If these are the same, they are
+    those that one pass finds. A column without a value in some parts takes the type of the others, integers
+    beside fractions become fractions, and the order of columns is that of the first part: so one pass
+    does. Rows with other keys than those before are an error, or not, as they lie in what `datasets` writes
+    at once.
     """
-    if len(frozenset().union(*(part.keys for part in made))) > 1:
-        return None
-    with_rows = [part for part in made if part.rows] or made[:1]
-    try:
-        found = functools.reduce(_merge, (json.loads(part.features) for part in with_rows))
-    except _DifferError:
-        return None
-    features = step.dataset.features if found is None else datasets.Features.from_dict(found)
-    try:
-        tables = [
-            _cast(pa.ipc.open_stream(pa.memory_map(part.path)).read_all(), features) for part in with_rows
-        ]
-    except (TypeError, pa.ArrowException):  # a part without values, from a block in which others had some
-        return None
-    info = datasets.DatasetInfo(features=features)
-    rows = datasets.Dataset(InMemoryTable(pa.concat_tables(tables)), info=info, fingerprint="joined")
-    return Written(
-        write_result(rows, str(file)),
-        len(rows),
-        UNCHANGED if found is None else json.dumps(found),
-        sum(part.seconds for part in made),
-        any(part.names_files for part in made),
-    )
+
+    def __init__(self, step: BlockStep) -> None:
+        self._step = step
+        self._made: list[Written] = []
+        self._keys: frozenset[tuple[str, ...]] = frozenset()
+        self._features: Any = None
+
+    def add(self, part: Written) -> None:
+        """Add the next part.
+
+        Raises:
+            PartsDifferError: it does not go together with those before.
+        """
+        self._keys |= part.keys
+        if len(self._keys) > 1:
+            raise PartsDifferError
+        if part.rows or not self._made:
+            found = json.loads(part.features)
+            is_first = not any(made.rows for made in self._made)
+            self._features = found if is_first else _merge(self._features, found)
+        self._made.append(part)
+
+    @property
+    def features(self) -> str:
+        """The features of the parts so far, in JSON."""
+        return UNCHANGED if self._features is None else json.dumps(self._features)
+
+    def write(self, file: Path) -> Written:
+        """Write the result to a file.
+
+        Raises:
+            PartsDifferError: the parts do not go together.
+        """
+        found = self._features
+        features = self._step.dataset.features if found is None else datasets.Features.from_dict(found)
+        with_rows = [part for part in self._made if part.rows] or self._made[:1]
+        try:
+            tables = [_cast(_read_file(part.path), features) for part in with_rows]
+        except (TypeError, pa.ArrowException) as error:  # large integers beside fractions, say
+            raise PartsDifferError from error
+        info = datasets.DatasetInfo(features=features)
+        rows = datasets.Dataset(InMemoryTable(pa.concat_tables(tables)), info=info, fingerprint="joined")
+        seconds = sum(part.seconds for part in self._made)
+        names_files = any(part.names_files for part in self._made)
+        return Written(write_result(rows, str(file)), len(rows), self.features, seconds, names_files)
 
 
 def _read_file(path: str) -> pa.Table:
@@ -285,23 +317,26 @@ def _cast(table: pa.Table, features: datasets.Features) -> pa.Table:
     return table if table.schema.equals(schema, check_metadata=False) else table_cast(table, schema)
 
 
-class _DifferError(Exception):
-    """Features differ in more than columns without a value."""
-
-
 _NULL = {"dtype": "null", "_type": "Value"}
+_NUMBERS = [{"dtype": dtype, "_type": "Value"} for dtype in ("int64", "float64")]
 
 
-def _merge(one: Any, other: Any) -> Any:
-    """Features, or a part of them, that are one or the other's wherever the other has no value."""
-    if one == other and _order(one) == _order(other):
-        return one
-    if one == _NULL or other == _NULL:
+def _merge(one: Any, other: Any, *, is_inner: bool = False) -> Any:
+    """The features that one pass finds in rows with those features, and behind them rows with the others."""
+    if one == other and (not is_inner or list(one) == list(other)):
+        same = not isinstance(one, dict) or all(_is_in_order(one[name], other[name]) for name in one)
+        if same:
+            return one
+    if is_inner and _NULL in (one, other):
         return other if one == _NULL else one
-    if not isinstance(one, dict) or not isinstance(other, dict) or list(one) != list(other):
-        raise _DifferError
-    return {name: _merge(value, other[name]) for name, value in one.items()}
+    if is_inner and one in _NUMBERS and other in _NUMBERS:
+        return _NUMBERS[1]
+    if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
+        raise PartsDifferError
+    if is_inner and list(one) != list(other):
+        raise PartsDifferError
+    return {name: _merge(value, other[name], is_inner=True) for name, value in one.items()}
 
 
-def _order(features: Any) -> str:
-    return json.dumps(features)
+def _is_in_order(one: Any, other: Any) -> bool:
+    return json.dumps(one) == json.dumps(other)

@@ -97,6 +97,7 @@ class BlockRun:
         options: the storage options of results.
         temp_dir: the folder of uncompressed files; by default below the store.
         fresh: run all blocks, also those whose results are kept.
+        seconds_a_row: time that the function takes; None where it is not known.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class BlockRun:
         temp_dir: str | os.PathLike[str] | None = None,
         *,
         fresh: bool = False,
+        seconds_a_row: float | None = None,
     ) -> None:
+        self._seconds_a_row = seconds_a_row
         self._store = store
         self._step = step
         self.options = options
@@ -132,7 +135,9 @@ class BlockRun:
             stack.enter_context(_no_other_bars())
             parts = BlockParts(self._store, step, self.options, _Keys(step).for_features, fresh=self._fresh)
             progress = BlockProgress(step.on_rows, bar)
-            maker = BlockMaker(self._store, step, self.options, self._temp_dir, parts, progress)
+            maker = BlockMaker(
+                self._store, step, self.options, self._temp_dir, parts, progress, self._seconds_a_row
+            )
             stack.enter_context(maker)
             for _ in range(_ATTEMPTS):
                 with contextlib.suppress(FilesChangedError):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import pyarrow as pa
-from datasets import arrow_writer
+from datasets import arrow_dataset, arrow_writer
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets.block_entries import NotInBlocksError, write_result
@@ -189,7 +189,7 @@ class TooSlowError(Exception):
 class _Watch:
     """Notes the keys of results, and the time of calls. Ends a run between two calls, early on, if slow.
 
-    The first call does not count: it loads models.
+    The first call, which may load a model, does not count once there are others.
 
     Args:
         step: the step.
@@ -211,15 +211,12 @@ class _Watch:
         self._calls += 1
         if self._calls == 1:
             self._first = seconds
-            return
-        self._seconds += seconds
-        done = (self._calls - 1) * self._at_once
-        if (
-            self._seconds > _TELLING_SECONDS
-            and self._seconds * self._rows > self._most * done
-            and done * 2 < self._rows
-        ):
-            raise TooSlowError(self._seconds / done)
+        else:
+            self._seconds += seconds
+        speed, spent = self.seconds_a_row() or 0.0, self._seconds or self._first
+        done = self._calls * self._at_once
+        if spent > _TELLING_SECONDS and speed * self._rows > self._most and done * 2 < self._rows:
+            raise TooSlowError(speed)
 
     def seconds_a_row(self) -> float | None:
         """The time that the function takes; None if it was not called, or is a coroutine function."""
@@ -277,7 +274,8 @@ def run_block(
     began = time.perf_counter()
     try:
         watch = _Watch(step, len(rows), may_end=may_end)
-        result = step.run(BlockCall(block, first, known, file, digits, watch))
+        with _no_file_left_open():
+            result = step.run(BlockCall(block, first, known, file, digits, watch))
     except AttributeError as error:
         # The first row that a writer is needed for opens it, unless an earlier row got None.
         if "'NoneType' object has no attribute 'write" in str(error):
@@ -306,6 +304,20 @@ def run_block(
     return Written(
         path, len(result), made, seconds, names_files, watch.seconds_a_row(), frozenset(watch.keys)
     )
+
+
+@contextlib.contextmanager
+def _no_file_left_open() -> Iterator[None]:
+    """Close the file that `map` leaves open where its writer fails once more at the end."""
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == arrow_dataset.__file__:
+                left = frame.f_locals.get("tmp_file")
+                if left is not None:
+                    left.close()
+        raise
 
 
 def _is_of_writer(error: BaseException, *, last: bool = False) -> bool:
@@ -360,7 +372,10 @@ def _as_stream(rows: pa.Table) -> pa.Buffer:
 
 def _run_own(rows: pa.Buffer, *given: Any) -> Written:
     assert _own is not None
-    return run_block(_own, pa.ipc.open_stream(rows).read_all(), *given)
+    try:
+        return run_block(_own, pa.ipc.open_stream(rows).read_all(), *given)
+    except SystemExit as error:  # here it would end the program, in whose process the function does not run
+        raise RuntimeError(f"the function has ended its process, with {error!r}") from error
 
 
 def run_in_worker(pool: Executor, rows: pa.Table, *given: Any) -> Future[Written]:

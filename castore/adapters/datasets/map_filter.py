@@ -158,9 +158,11 @@ def _run_cached(
     def make(file: Path, called: Called | None) -> datasets.Dataset:
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
         with loops_closed(function) as own:
-            is_watched = called is not None and not inspect.iscoroutinefunction(function)
+            if called is not None and not inspect.iscoroutinefunction(function):
+                own = CallWatched(own, called)  # noqa: PLW2901
+                passed.pop("num_proc", None)  # 1: another process would load a model once more
             return getattr(dataset, kind)(
-                CallWatched(own, called) if is_watched and called is not None else own,
+                own,
                 **passed,
                 load_from_cache_file=False,
                 cache_file_name=str(file),

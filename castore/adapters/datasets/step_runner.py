@@ -219,12 +219,14 @@ def run_or_load(
     if not fresh and (hit := load_step(store, name, info)) is not None:
         return hit
     as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info)
+    why, seconds_a_row = "", None
     if blocks is not None and only_if_slow:
-        with contextlib.suppress(TooSlowError):
+        try:
             return as_one(partial(make, called=watch_whole(blocks)))
-    why = ""
+        except TooSlowError as error:
+            seconds_a_row = error.seconds_a_row
     if blocks is not None:
-        run = BlockRun(store, blocks, options, temp_dir, fresh=fresh)
+        run = BlockRun(store, blocks, options, temp_dir, fresh=fresh, seconds_a_row=seconds_a_row)
         try:
             return _run_in_blocks(store, name, run, record, info)
         except NotInBlocksError as error:

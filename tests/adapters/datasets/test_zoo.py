@@ -14,12 +14,15 @@ import pytest
 
 from tests.adapters.datasets import zoo
 from tests.warm import WarmPython
+from tests.without_torch import is_installed
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, warm_torch: WarmPython) -> dict[str, dict[str, str]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, dict[str, str]]:
     """Fingerprints of all kinds, as new processes compute them: two of the same text, one of the changed
     text.
 
@@ -33,7 +36,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, warm_torch: WarmPython) -> d
     names = ["here", "changed", "elsewhere"]
     words = [zoo.__file__, *(str(folder / name) for name in names)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "hf")}
-    out = warm_torch.output(words[:-1], env=env)
+    warm: WarmPython = request.getfixturevalue("warm_torch" if is_installed() else "warm_datasets")
+    out = warm.output(words[:-1], env=env)
     out += subprocess.run(
         [sys.executable, words[0], words[-1]],
         stdout=subprocess.PIPE,
