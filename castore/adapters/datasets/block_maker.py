@@ -234,9 +234,15 @@ class BlockMaker:
             finer = self._choose(job)
         if finer is not None:
             try:
-                return self._make_in_parts(job, finer, file)
-            except PartsDifferError:
+                if (made := self._make_in_parts(job, finer, file)) is not None:
+                    return made
+            except PartsDifferError as error:
                 self._may_be_parts = False  # nor would those of other blocks do
+                if len(job.rows) == len(self._step.dataset):
+                    raise NotInBlocksError(
+                        "its rows take long, and give results of several types, or with several keys, so that"
+                        " parts of them cannot be kept"
+                    ) from error
         return _Made(self._run_whole(job, file, may_end=False))
 
     def _choose(self, job: Job) -> int | None:
@@ -249,8 +255,11 @@ class BlockMaker:
         self._seconds_a_row = _speed(written, len(job.rows))
         return written
 
-    def _make_in_parts(self, job: Job, finer: int, file: Path) -> _Made:
+    def _make_in_parts(self, job: Job, finer: int, file: Path) -> _Made | None:
         """Make a block in parts: first the rows that decide the features of the result, if any do.
+
+        Returns:
+            None if the parts do not fit into one file.
 
         Raises:
             PartsDifferError: the parts do not show what the result is.
@@ -264,24 +273,26 @@ class BlockMaker:
                     continue
                 features = joined.features if done else job.features
                 section = job._replace(rows=rows, first=job.first + done, features=features)
-                parts = self._parts.cut(rows, section.first, features, finer)
                 upto = done + len(rows)
-                for part in self._run_parts(section, parts, stack):
+                for part in self._run_parts(section, finer, stack):
                     joined.add(part.written)
                     made.append(part)
                     done = upto if part.part is None else done + part.part.rows
                     self._progress.count(job.number, done, reused=part.is_reused)
-            return _Made(joined.write(file), made)
+            written = joined.write(file)
+        return None if written is None else _Made(written, made)
 
-    def _run_parts(self, job: Job, parts: Sequence[Part], stack: contextlib.ExitStack) -> Iterator[MadePart]:
+    def _run_parts(self, job: Job, finer: int, stack: contextlib.ExitStack) -> Iterator[MadePart]:
         """The results of parts, in order, each kept once it is there.
 
-        Where the block turns out to take little time, the rest of it runs at once: the rows before that may
-        have loaded a model.
+        The first parts tell how long the others take: the rows before that may have loaded a model. So the
+        rest is cut anew, or runs at once where it takes little time. Kept parts tell what they told when
+        they ran, so another run cuts at the same places.
         """
         running: deque[tuple[Part, Future[Written]] | MadePart] = deque()
         most = 1 if self._workers is None else 2 * self._step.num_proc
-        waiting, speeds, may_be_quick = deque(parts), list[float](), True
+        waiting = deque(self._parts.cut(job.rows, job.first, job.features, finer))
+        speeds, may_be_quick = list[float](), True
         while waiting or running:
             while waiting and len(running) < most:
                 part = waiting.popleft()
@@ -301,14 +312,17 @@ class BlockMaker:
                         running.append(MadePart(None, written, False, None))
                         continue
                 running.append((part, self._run_part(job, part, part.block.read(), file)))
-            made = running.popleft()
-            if isinstance(made, MadePart):
-                yield made
-                continue
-            kept = self._keep_part(*made)
-            speeds.append(_speed(kept.written, made[0].rows))
-            self._seconds_a_row = statistics.median(speeds)
-            yield kept
+            next_made = running.popleft()
+            made = next_made if isinstance(next_made, MadePart) else self._keep_part(*next_made)
+            if made.part is not None:
+                speeds.append(_speed(made.written, made.part.rows))
+                self._seconds_a_row = statistics.median(speeds)
+            if len(speeds) == _TELLING_PARTS and waiting:
+                fit = self._parts.fit(job.rows, self._seconds_a_row or 0.0)
+                if fit < finer:
+                    first = waiting[0].first
+                    waiting = deque(self._parts.cut(job.rows[first - job.first :], first, job.features, fit))
+            yield made
 
     def _are_quick(self, speeds: Sequence[float], job: Job) -> bool:
         """Whether a block takes little time at the speed of its latest parts."""

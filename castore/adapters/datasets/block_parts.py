@@ -116,21 +116,22 @@ class BlockParts:
         if len(rows) <= self._step.at_once:
             return None
         seconds = None if seconds_a_row is None else seconds_a_row * len(rows)
-        most = self._step.slow_seconds(len(rows))
         self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
-        if not self._has_kept if seconds is None else seconds <= most:
+        if not self._has_kept if seconds is None else seconds <= self._step.slow_seconds(len(rows)):
             return None
         head = rows[: self.head_rows(len(rows), features)]
-        counts = []
-        for finer in _FINER:
+        for finer in _FINER if self._has_kept else ():
             pieces = self._cut(head, finer)
             ends = (pieces[0], first), (pieces[-1], first + len(head) - len(pieces[-1]))
-            if self._has_kept and any(self._find(self._part(*end, features).key) for end in ends):
+            if any(self._find(self._part(*end, features).key) for end in ends):
                 return finer
-            counts.append(len(pieces) * len(rows) / len(head))
-        if seconds is None:
-            return None
-        fit = (finer for finer, count in zip(_FINER, counts, strict=True) if 2 * seconds / count <= most)
+        return None if seconds_a_row is None else self.fit(rows, seconds_a_row)
+
+    def fit(self, rows: pa.Table, seconds_a_row: float) -> int:
+        """How many parts fit the time that a block's rows take; as `choose` gives it."""
+        most = self._step.slow_seconds(len(rows))
+        counts = ((finer, len(self._cut(rows, finer))) for finer in _FINER)
+        fit = (finer for finer, count in counts if 2 * seconds_a_row * len(rows) / count <= most)
         return next(fit, _FINER[-1])
 
     def head_rows(self, rows: int, features: str | None) -> int:
@@ -174,9 +175,15 @@ class BlockParts:
         rows = table[found["start"] : found["start"] + found["rows"]]
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
-        keys = frozenset(map(tuple, found["keys"]))
-        about = found["rows"], found["features"], found["seconds"], found["names_files"]
-        written = Written(str(file), *about, keys=keys)
+        written = Written(
+            str(file),
+            found["rows"],
+            found["features"],
+            found["seconds"],
+            found["names_files"],
+            found["seconds_a_row"],
+            frozenset(map(tuple, found["keys"])),
+        )
         return MadePart(part, written, True, found["digest"])
 
     def _read(self, digest: str) -> pa.Table | None:
@@ -244,6 +251,7 @@ def _about(written: Written, start: int) -> dict[str, Any]:
         "features": written.features,
         "seconds": round(written.seconds, 6),
         "names_files": written.names_files,
+        "seconds_a_row": written.seconds_a_row,
         "keys": sorted(written.keys),
     }
 
@@ -288,19 +296,16 @@ class Joined:
         """The features of the parts so far, in JSON."""
         return UNCHANGED if self._features is None else json.dumps(self._features)
 
-    def write(self, file: Path) -> Written:
-        """Write the result to a file.
-
-        Raises:
-            PartsDifferError: the parts do not go together.
-        """
+    def write(self, file: Path) -> Written | None:
+        """Write the result to a file; None if values of a part do not fit into the type of the others."""
         found = self._features
         features = self._step.dataset.features if found is None else datasets.Features.from_dict(found)
         with_rows = [part for part in self._made if part.rows] or self._made[:1]
         try:
             tables = [_cast(_read_file(part.path), features) for part in with_rows]
-        except (TypeError, pa.ArrowException) as error:  # large integers beside fractions, say
-            raise PartsDifferError from error
+        except (TypeError, pa.ArrowException):
+            # Large integers beside fractions, or nulls from a block in which others were texts.
+            return None
         info = datasets.DatasetInfo(features=features)
         rows = datasets.Dataset(InMemoryTable(pa.concat_tables(tables)), info=info, fingerprint="joined")
         seconds = sum(part.seconds for part in self._made)

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,6 +252,61 @@ def test_a_column_that_has_no_value_in_some_parts_takes_its_type_from_the_others
         data = rows(changed)
         with slow_blocks(ROWS // PART):
             assert told(cached_map(data, sparse, store=store)) == told(data.map(sparse))
+
+
+def by_number(values: dict[int, Any], default: Any) -> Any:
+    """A function that gives those values for some rows."""
+
+    def function(row: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"value": values.get(int(row["text"].split()[0]), default)}
+
+    return function
+
+
+@pytest.mark.filterwarnings("ignore:.*ran as one piece.*several types")
+@pytest.mark.parametrize(
+    ("values", "default"),
+    [
+        ({30: "x"}, None), ({5: "x"}, None), ({30: 0.5}, 1), ({5: 0.5}, 1), ({5: 0.5}, 2**60 + 1),
+        ({30: "x"}, 1), ({5: "x"}, 1), ({30: [1]}, []), ({5: [1]}, []), ({5: [0.5]}, [1]),
+        ({5: {"b": 1}}, {"a": 1}), ({30: {"a": 0.5}}, {"a": 1}), ({5: {"a": 0.5}}, {"a": 1}),
+    ],
+)  # fmt: skip
+def test_the_first_rows_that_are_written_decide_the_types_as_in_datasets(
+    store: Store, values: dict[int, Any], default: Any
+) -> None:
+    """`map` writes 20 rows at once: a value among these counts for the type, and a later one does not."""
+    data, function = rows(texts(60)), by_number(values, default)
+
+    def outcome(make: Any) -> Any:
+        try:
+            return told(make(function, writer_batch_size=20))
+        except Exception as error:
+            return type(error)
+
+    plain = outcome(data.map)
+    with small_blocks(1 << 20, 10_000), slow_blocks(4096):
+        assert outcome(partial(cached_map, data, store=store)) == plain
+
+
+def test_rows_with_other_keys_run_twice_at_most(store: Store) -> None:
+    def appears(row: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"n": 1, "m": 2} if row["text"].startswith("40 ") else {"m": 2, "n": 1}
+
+    def vanishes(row: dict[str, Any]) -> dict[str, Any]:
+        ran()
+        return {"n": 1} if row["text"].startswith("40 ") else {"m": 2, "n": 1}
+
+    data = rows(texts(60))
+    with small_blocks(1 << 20, 10_000), slow_blocks(4096):
+        made = cached_map(data, appears, store=store)
+        assert made.column_names == ["text", "m", "n"]
+        assert ran.take() <= 60 + 2  # another order is none
+        with pytest.raises(KeyError):
+            cached_map(data, vanishes, store=store)
+    assert ran.take() <= 2 * 60
 
 
 def test_filters_and_pipelines_are_made_in_parts(store: Store) -> None:
