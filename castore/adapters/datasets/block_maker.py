@@ -271,7 +271,7 @@ class BlockMaker:
             for rows in (job.rows[:head], job.rows[head:]):
                 if not len(rows):
                     continue
-                features = joined.features if done else job.features
+                features = joined.decide() if done else job.features
                 section = job._replace(rows=rows, first=job.first + done, features=features)
                 upto = done + len(rows)
                 for part in self._run_parts(section, finer, stack):

@@ -296,6 +296,16 @@ class Joined:
         """The features of the parts so far, in JSON."""
         return UNCHANGED if self._features is None else json.dumps(self._features)
 
+    def decide(self) -> str:
+        """The features that all parts behind those so far get.
+
+        Raises:
+            PartsDifferError: no row shows them.
+        """
+        if not any(part.rows for part in self._made):
+            raise PartsDifferError
+        return self.features
+
     def write(self, file: Path) -> Written | None:
         """Write the result to a file; None if values of a part do not fit into the type of the others."""
         found = self._features

@@ -290,6 +290,19 @@ def test_the_first_rows_that_are_written_decide_the_types_as_in_datasets(
         assert outcome(partial(cached_map, data, store=store)) == plain
 
 
+@pytest.mark.filterwarnings("ignore:.*ran as one piece.*several types")
+def test_a_first_batch_that_gives_no_rows_decides_no_types(store: Store) -> None:
+    def late(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"n": [len(text) / 2 for text in batch["text"] if int(text.split()[0]) >= 25]}
+
+    data = rows(texts(60))
+    options: dict[str, Any] = {"batched": True, "batch_size": 10, "remove_columns": ["text"]}
+    with small_blocks(1 << 20, 10_000), slow_blocks(4096):
+        made = cached_map(data, late, store=store, **options)
+    assert told(made) == told(data.map(late, **options))
+    assert made.features["n"].dtype == "float64"
+
+
 def test_rows_with_other_keys_run_twice_at_most(store: Store) -> None:
     def appears(row: dict[str, Any]) -> dict[str, Any]:
         ran()
