@@ -295,6 +295,13 @@ def run_block(
             f"the function returns the key {error} for some rows only, and what `datasets` makes of that "
             "depends on all rows; return it for all rows"
         ) from error
+    except ValueError as error:
+        if not _is_of_writer(error):
+            raise
+        raise NotInBlocksError(
+            f"the results of some rows do not fit those before ({error}), and what `datasets` makes of that "
+            "depends on all rows; return the same keys for all rows"
+        ) from error
     is_unchanged = result._indices is None and result._data.table is block._data.table
     if features is not None and is_unchanged != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)

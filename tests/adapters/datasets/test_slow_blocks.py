@@ -293,14 +293,36 @@ def test_the_first_rows_that_are_written_decide_the_types_as_in_datasets(
 @pytest.mark.filterwarnings("ignore:.*ran as one piece.*several types")
 def test_a_first_batch_that_gives_no_rows_decides_no_types(store: Store) -> None:
     def late(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        return {"n": [len(text) / 2 for text in batch["text"] if int(text.split()[0]) >= 25]}
+        return {"text": [len(text) for text in batch["text"] if int(text.split()[0]) >= 25]}
 
     data = rows(texts(60))
-    options: dict[str, Any] = {"batched": True, "batch_size": 10, "remove_columns": ["text"]}
+    options: dict[str, Any] = {"batched": True, "batch_size": 10}
     with small_blocks(1 << 20, 10_000), slow_blocks(4096):
         made = cached_map(data, late, store=store, **options)
     assert told(made) == told(data.map(late, **options))
-    assert made.features["n"].dtype == "float64"
+    assert made.features["text"].dtype == "int64"
+
+
+@pytest.mark.filterwarnings("ignore:.*ran as one piece")
+@pytest.mark.parametrize("place", [5, *range(40, 48), 59])
+def test_a_key_that_is_missing_behind_the_first_rows_is_what_it_is_in_datasets(
+    store: Store, place: int
+) -> None:
+    """An error of one kind or another, as the row lies in what `map` writes at once: 20 rows here."""
+
+    def vanishes(row: dict[str, Any]) -> dict[str, Any]:
+        return {"n": 1} if row["text"].startswith(f"{place} ") else {"m": 2, "n": 1}
+
+    data = rows(texts(60))
+
+    def outcome(make: Any) -> Any:
+        try:
+            return told(make(vanishes, writer_batch_size=20))
+        except Exception as error:
+            return type(error)
+
+    with small_blocks(1 << 20, 10_000), slow_blocks(4096):
+        assert outcome(partial(cached_map, data, store=store)) == outcome(data.map)
 
 
 def test_rows_with_other_keys_run_twice_at_most(store: Store) -> None:
