@@ -340,10 +340,8 @@ _NUMBERS = [{"dtype": dtype, "_type": "Value"} for dtype in ("int64", "float64")
 
 def _merge(one: Any, other: Any, *, is_inner: bool = False) -> Any:
     """The features that one pass finds in rows with those features, and behind them rows with the others."""
-    if one == other and (not is_inner or list(one) == list(other)):
-        same = not isinstance(one, dict) or all(_is_in_order(one[name], other[name]) for name in one)
-        if same:
-            return one
+    if json.dumps(one) == json.dumps(other):  # the order of fields counts
+        return one
     if is_inner and _NULL in (one, other):
         return other if one == _NULL else one
     if is_inner and one in _NUMBERS and other in _NUMBERS:
@@ -353,7 +351,3 @@ def _merge(one: Any, other: Any, *, is_inner: bool = False) -> Any:
     if is_inner and list(one) != list(other):
         raise PartsDifferError
     return {name: _merge(value, other[name], is_inner=True) for name, value in one.items()}
-
-
-def _is_in_order(one: Any, other: Any) -> bool:
-    return json.dumps(one) == json.dumps(other)
