@@ -138,6 +138,16 @@ class FetcherClient:
         if self._is_over:
             raise RemoteError("the request was interrupted")
 
+    def call_running(self, do: str, *, timeout: float | None = None, **fields: Any) -> Any:
+        """`call`, if the store has a fetcher; None if none runs.
+
+        Raises:
+            RemoteError, CorruptError: as for `call`.
+        """
+        with suppress(FileNotFoundError, ConnectionRefusedError), self._open() as connection:
+            return self.go_on(connection, do, timeout=timeout, **fields)
+        return None
+
     def done(self) -> None:
         """Send the fetcher, if there is one, the request that ends this reader's use."""
         with suppress(OSError), self._open() as connection:

@@ -1,11 +1,12 @@
 """The door of a remote: what `Store.remote` gives. Calls run in a process of their own (transfer.py).
 
-Knows no bucket and opens no connection, so a process that uses it may fork.
+Knows no bucket and opens no connection to one, so a process that uses it may fork.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError, Re
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.error_values import rebuild
+from castore.remote.fetcher_client import FetcherClient
 from castore.remote.keys import COMMITS, check_ref
 from castore.remote.outcomes import (
     Checked,
@@ -35,6 +37,8 @@ from castore.remote.remotes import RemoteSettings
 from castore.system.job_rank import check_shard
 from castore.units import parse_duration
 
+log = logging.getLogger("castore")
+
 # With `-m` Python would import modules from the current folder, which may hold anything.
 _PROGRAM = (
     "import sys; sys.path[:] = [entry for entry in sys.path if entry not in ('', '.')];"
@@ -42,6 +46,8 @@ _PROGRAM = (
 )
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
+# Seconds to wait for results that are offered in the background.
+_OFFER_SECONDS = 60
 # Upper bound in bytes of a note.
 _LONGEST_NOTE = 1 << 16
 
@@ -190,7 +196,8 @@ class Remote:
     def forget(self, *keys: str) -> int:
         """Remove the shared results of computations, so that they are computed again.
 
-        Entries that stores have made of a result stay until they are deleted there.
+        Results that this store offers in the background come into the remote first. Entries that stores have
+        made of a result stay until they are deleted there.
 
         Args:
             keys: of the computations, as `Store.get_or_compute` takes them. ``cache_name`` of a function that
@@ -202,10 +209,27 @@ class Remote:
         Raises:
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not delete.
             InvalidNameError: nothing can have such a key.
+            RemoteError: this store's offers do not come to an end; also as for every call.
         """
         if self.settings.read_only:
             raise RemoteDeniedError(f"remote {self.name!r} was added with --read-only, so nothing is removed")
-        return sum(self._call("forget", {"keys": [check_name(key) for key in keys]}))
+        names = [check_name(key) for key in keys]
+        self._finish_offers()
+        return sum(self._call("forget", {"keys": names}))
+
+    def _finish_offers(self) -> None:
+        """Wait for the store's offers: one that came after its result is removed would bring it back."""
+        finished = FetcherClient(self._parts.path).call_running(
+            "finish_offers", timeout=_OFFER_SECONDS + 1.0, seconds=_OFFER_SECONDS
+        )
+        _, left, failure = finished or ("", 0, None)
+        if failure is not None:
+            log.warning("a result could not be offered: %s", failure)
+        if left:
+            raise RemoteError(
+                f"{left} results are still on their way into remote {self.name!r} after {_OFFER_SECONDS} s;"
+                " forget them when they are there"
+            )
 
     def results(self, prefix: str = "", *, progress: Progress | None = None) -> list[RemoteResult]:
         """The shared results of computations, sorted by key. Reads each record: one request a result.

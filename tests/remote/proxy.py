@@ -38,6 +38,7 @@ class Fault(NamedTuple):
         answers: False to close the connection without a word.
         stalls: after the bytes nothing comes any more, until the proxy ends. Otherwise the connection is
             closed.
+        delay: seconds before all that, besides those of the proxy.
     """
 
     reaches: int = 1
@@ -45,6 +46,7 @@ class Fault(NamedTuple):
     bytes: int | None = None
     answers: bool = True
     stalls: bool = False
+    delay: float = 0.0
 
 
 LOST_REQUEST = Fault(reaches=0, answers=False)
@@ -186,8 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = proxy.take(Request(self.command, self.path))
         proxy.pass_on(len(body))
-        if proxy.delay:
-            time.sleep(proxy.delay)
+        if delay := proxy.delay + fault.delay:
+            time.sleep(delay)
         if not fault.reaches and not fault.answers:
             self.close_connection = True
             return

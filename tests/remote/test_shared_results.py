@@ -41,7 +41,7 @@ from tests.clocks import pass_time
 from tests.helpers import in_processes, noise, text
 from tests.mount.conftest import until
 from tests.remote.nodes import end_fetcher, fetchers, know
-from tests.remote.proxy import LOST_REQUEST, answer, proxy, stall
+from tests.remote.proxy import LOST_REQUEST, Fault, answer, proxy, stall
 from tests.remote.servers import Place, environment, s3_place
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -373,6 +373,13 @@ def test_a_forgotten_result_is_computed_again(nodes: Nodes) -> None:
         first.delete("a")
         assert first.get_or_compute("a", nodes.compute("good")) == "good"
     assert nodes.node("second").get_or_compute("a", nodes.compute(None)) == "good"
+
+
+def test_a_result_that_is_still_offered_is_forgotten_too(shared: Nodes, seaweedfs: Place) -> None:
+    with behind_a_proxy(shared, seaweedfs) as link, shared.node("first") as first:
+        link.inject(Fault(delay=2.0), method="PUT", path="/keys/")
+        first.get_or_compute("forgotten/late", shared.compute("bad"))
+        assert first.remote("team").forget("forgotten/late") == 1
 
 
 # --- trouble --------------------------------------------------------------------------------------
