@@ -6,10 +6,13 @@ import atexit
 import gc
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,51 @@ def _one_environment() -> None:
     it.
     """
     os.environ = _ENVIRON  # noqa: B003
+
+
+_PASSED = pytest.StashKey[bool]()
+#: Bytes from which a file of a test that passed goes at once.
+_LARGE = 256 << 10
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note for `tmp_path` whether a test has passed."""
+    report = yield
+    if call.when == "call":
+        item.stash[_PASSED] = report.passed
+    return report
+
+
+@pytest.fixture(scope="session")
+def _done_with() -> Iterator[list[Path]]:
+    """Folders that go at the end."""
+    folders: list[Path] = []
+    yield folders
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _done_with: list[Path]
+) -> Iterator[Path]:
+    """A folder of a test's own, as pytest's; that of a test that has passed goes at the end of the run.
+
+    An ext4 without a journal looks at every inode that was freed in the last five seconds before it takes a
+    new one. Where each test removed its files at once, that took a sixteenth of a run's processor time.
+    """
+    path = tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:30])
+    yield path
+    if request.node.stash.get(_PASSED, False):
+        _done_with.append(path)
+        for folder, _, names in os.walk(path):
+            for file in (os.path.join(folder, name) for name in names):
+                with suppress(OSError):
+                    if os.lstat(file).st_blocks * 512 >= _LARGE:
+                        os.unlink(file)
 
 
 @pytest.fixture

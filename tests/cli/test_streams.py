@@ -219,7 +219,7 @@ def test_a_signal_at_any_moment_ends_a_command_without_a_traceback(
     slow.write_bytes(os.urandom(1 << 20) * 64)
     Store(folder).close()
     # Python's own first milliseconds are not castore's to change.
-    steps = (12, 60) if LONG else (36, 84)
+    steps = (12, 60) if LONG else (48, 140)
     for delay in range(0, 300, steps[number != signal.SIGINT]):
         process = castore("add", slow, "--codec", "gzip", env={"PYTHONPROFILEIMPORTTIME": "1"})
         begun = _loading(process)

@@ -143,7 +143,7 @@ def kept_rows(path: Path) -> int:
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("num_proc", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_a_pipeline_that_is_killed_again_and_again_ends_as_plain_datasets_does(
     num_proc: int, jobs: Callable[[], Job], tmp_path: Path
 ) -> None:

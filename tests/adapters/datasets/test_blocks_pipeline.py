@@ -162,6 +162,8 @@ OPERATORS: dict[str, Callable[[], list[Any]]] = {
     "an error late": lambda: [lower, Fails()],
     "all": lambda: [lower, Length(), Deduplicator(), Batched(), OtherStats(), later, BatchedFilter()],
 }
+#: Operators that "all" has, too: `make torture` runs them alone.
+IN_ALL = {"a function", "a coroutine function", "a filter", "batches", "a filter of batches"}
 
 
 def outcome(make: Callable[[], Any]) -> Any:
@@ -175,8 +177,7 @@ def outcome(make: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "num_proc"),
     [
-        # Two filters begin with that of "a filter".
-        *(pytest.param(name, None, marks=[pytest.mark.matrix] * (name == "a filter")) for name in OPERATORS),
+        *(pytest.param(name, None, marks=[pytest.mark.matrix] * (name in IN_ALL)) for name in OPERATORS),
         pytest.param("all", 2, marks=pytest.mark.matrix),
         ("an error late", 2),
     ],
@@ -382,8 +383,14 @@ def about(data: datasets.Dataset) -> dict[str, Any]:
     return {**data.info.copy().__dict__, "features": data.features.to_dict()}
 
 
-@pytest.mark.parametrize("count", [40, COUNT])
-@pytest.mark.parametrize("name", ["a function", "a filter", "a deduplicator", "its own"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *(pytest.param(name, 40, marks=pytest.mark.matrix) for name in ("a function", "a filter", "its own")),
+        ("a deduplicator", 40),
+        *((name, COUNT) for name in ("a function", "a filter", "a deduplicator", "its own")),
+    ],
+)
 def test_a_result_has_the_description_and_the_ids_of_the_present_input(
     name: str, count: int, store: Store
 ) -> None:

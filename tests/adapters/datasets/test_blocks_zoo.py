@@ -583,7 +583,7 @@ def test_a_step_gives_what_datasets_gives_also_over_more_rows_and_runs_few_again
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.matrix] * (number % 3 > 0 and " that " not in name))
+        pytest.param(name, marks=[pytest.mark.matrix] * (number % 6 > 0 and " that " not in name))
         for number, name in enumerate(CASES)
     ],
 )
