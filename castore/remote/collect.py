@@ -15,6 +15,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 
 from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
@@ -231,15 +232,20 @@ class _Run:
         else:
             return 0, 0
         state = self._move(state, phase=DELETING, beat=state.beat + 1)
-        condemned = self._read_list(state)
-        # All refs and all listings are read once more, after the state has changed.
-        garbage = {
-            key: one
-            for key, one in self.find(self._now()).items()
-            if key in condemned and one.modified <= state.before
-        }
-        ends, numbers = self._find_ends(garbage)
-        self._note(ends)
+        try:
+            condemned = self._read_list(state)
+            # All refs and all listings are read once more, after the state has changed.
+            garbage = {
+                key: one
+                for key, one in self.find(self._now()).items()
+                if key in condemned and one.modified <= state.before
+            }
+            ends, numbers = self._find_ends(garbage)
+            self._note(ends)
+        except BaseException:  # this run deletes nothing, so no push has to wait for it
+            with suppress(RemoteError):
+                self._move(state, phase=CONDEMNED)
+            raise
         state = self._delete(state, garbage, numbers)
         self._remove_notes(ends)
         self._move(state, phase=IDLE, lists=0)

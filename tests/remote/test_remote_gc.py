@@ -24,6 +24,7 @@ from castore.remote import collection_state
 from castore.remote.bucket import Bucket, Versioned
 from castore.remote.collect import SHORTEST_GRACE, collect
 from castore.remote.collection_state import (
+    CONDEMNED,
     CUTS,
     DELETING,
     IDLE,
@@ -137,6 +138,29 @@ def test_a_lost_commit_is_not_taken_for_the_end_of_a_history(
         run(bucket, shrunk, keep=1, grace=0.0)
     assert objects(tmp_path / "bucket") < before
     assert [digest for digest, _ in history(bucket, newest)] == [newest]
+
+
+def test_a_collector_that_cannot_read_all_refs_any_more_holds_up_no_push(
+    shrunk: Store, bucket: Bucket, tmp_path: Path, node: MakeNode
+) -> None:
+    one = node("one")
+    newest = push_again(one, bucket)
+    run(bucket, shrunk, keep=2, grace=0.0)
+    condemned = read_state(bucket)
+    assert condemned.phase == CONDEMNED
+    [_, (lost, _)] = list(history(bucket, newest))[:2]
+    (tmp_path / "bucket" / commit_key(lost)).rename(kept := tmp_path / "kept")
+    before = objects(tmp_path / "bucket")
+    with pytest.raises(RemoteMissingError, match=lost.hex()):
+        run(bucket, shrunk, keep=2, grace=0.0)
+    assert objects(tmp_path / "bucket") == before
+    assert read_state(bucket)._replace(version=None) == condemned._replace(
+        version=None, collector=read_state(bucket).collector, beat=condemned.beat + 1
+    )
+    one.store.put("more", b"4")
+    one.push()  # does not wait
+    kept.rename(tmp_path / "bucket" / commit_key(lost))
+    assert run(bucket, shrunk, keep=2, grace=0.0).deleted
 
 
 class _Overtaken(FolderBucket):
