@@ -485,6 +485,9 @@ def test_no_file_of_the_current_folder_is_run(
     for name in ("castore", "json", "obstore"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\n")
     monkeypatch.setattr(sys, "executable", PYTHON)  # a process that has imported them would not look
+    # An empty entry there names the current folder on purpose.
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, entries)))
     monkeypatch.chdir(tmp_path)
     assert lazy.remote("team").log()
     assert lazy.get("one") == b"1"
