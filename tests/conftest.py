@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -171,28 +172,50 @@ def small_process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+#: The modules of the processes that start others, by the name of the fixture that has one.
+_WARM = {"warm_datasets": DATASETS, "warm_torch": TORCH, "warm_castore": _COMMANDS}
+_STARTED = pytest.StashKey[dict[str, WarmPython]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all workers of pytest-xdist use the same ones."""
+    started = node.config.stash.setdefault(_STARTED, {})
+    for name, modules in _WARM.items():
+        if name not in started:
+            started[name] = WarmPython(modules)
+    node.workerinput["castore_warm"] = {name: warm.address for name, warm in started.items()}
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End those that were started for workers."""
+    for warm in config.stash.get(_STARTED, {}).values():
+        warm.close()
+
+
+def _warm(config: pytest.Config, name: str) -> Iterator[WarmPython]:
+    addresses: dict[str, str] = getattr(config, "workerinput", {}).get("castore_warm", {})
+    warm = WarmPython(_WARM[name], addresses.get(name, ""))
+    yield warm
+    warm.close()
+
+
 @pytest.fixture(scope="session")
-def warm_datasets() -> Iterator[WarmPython]:
+def warm_datasets(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
     """Starts processes that have imported `datasets`."""
-    warm = WarmPython(DATASETS)
-    yield warm
-    warm.close()
+    yield from _warm(pytestconfig, "warm_datasets")
 
 
 @pytest.fixture(scope="session")
-def warm_torch() -> Iterator[WarmPython]:
+def warm_torch(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
     """Starts processes that have imported torch."""
-    warm = WarmPython(TORCH)
-    yield warm
-    warm.close()
+    yield from _warm(pytestconfig, "warm_torch")
 
 
 @pytest.fixture(scope="session")
-def warm_castore() -> Iterator[WarmPython]:
+def warm_castore(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
     """Starts processes that have imported castore and its command line."""
-    warm = WarmPython(_COMMANDS)
-    yield warm
-    warm.close()
+    yield from _warm(pytestconfig, "warm_castore")
 
 
 @pytest.fixture

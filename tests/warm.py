@@ -17,7 +17,6 @@ import ctypes
 import fcntl
 import gc
 import importlib
-import json
 import os
 import runpy
 import selectors
@@ -30,7 +29,7 @@ import tempfile
 import threading
 import types
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -66,7 +65,8 @@ def is_given(fd):
         return False
 given = [fd for fd in map(int, posix.listdir("/proc/self/fd")) if is_given(fd)]
 words = [word.encode("utf-8", "surrogateescape") for word in sys.argv[1:]]
-parts = [b"%d" % len(given), *(b"%d" % fd for fd in given), posix.getcwdb(), b"%d" % len(words), *words]
+parts = [b"own session", b"%d" % len(given), *(b"%d" % fd for fd in given)]
+parts += [posix.getcwdb(), b"%d" % len(words), *words]
 parts += [sys.argv[0].encode(), *(b"=".join(pair) for pair in posix.environ.items())]
 asking = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 asking.connect(ADDRESS)
@@ -96,10 +96,10 @@ class Started:
 
     returncode: int | None = None
 
-    def __init__(self, words: list[str], status: int, streams: list[IO[Any] | None]) -> None:
+    def __init__(self, words: list[str], status: socket.socket, streams: list[IO[Any] | None]) -> None:
         self.args = words
-        self._status = open(status, encoding="ascii")  # noqa: SIM115
-        self.pid = int(self._status.readline())
+        self._status = status
+        self.pid = int(status.recv(20))
         self.stdin, self.stdout, self.stderr = streams
 
     def poll(self) -> int | None:
@@ -116,7 +116,7 @@ class Started:
                 selector.register(self._status, selectors.EVENT_READ)
                 if not selector.select(timeout):
                     raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = int(self._status.readline())
+            self.returncode = int(self._status.recv(20))
             self._status.close()
         return self.returncode
 
@@ -161,17 +161,24 @@ class Started:
 
 
 class WarmPython:
-    """The process that has imported, which starts the others.
+    """The process that imports with its first request, and starts the others.
 
     Args:
         modules: names of the modules that all of them have.
+        address: that of such a process, which somebody else has started; by default it is started here.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    _socket: socket.socket | None = None
+
+    def __init__(self, modules: Sequence[str], address: str = "") -> None:
+        self.address = address or f"\0castore tests {uuid.uuid4()}"  # no file, whose path could be too long
+        if not address:
+            self._begin(modules)
+
+    def _begin(self, modules: Sequence[str]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._address = f"\0castore tests {uuid.uuid4()}"  # has no file, whose path could be too long
         with other, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-            listening.bind(self._address)
+            listening.bind(self.address)
             listening.listen(64)
             fds = [other.fileno(), listening.fileno()]
             # A session of its own: Ctrl-C is for the tests, which end it.
@@ -198,7 +205,7 @@ class WarmPython:
         folder = tempfile.mkdtemp(prefix="castore-python-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         program = Path(folder) / "python"
-        program.write_text(_STAND_IN.replace("PYTHON", PYTHON).replace("ADDRESS", repr(self._address)))
+        program.write_text(_STAND_IN.replace("PYTHON", PYTHON).replace("ADDRESS", repr(self.address)))
         program.chmod(0o755)
         return program
 
@@ -235,18 +242,13 @@ class WarmPython:
                 theirs.append(number)
             else:
                 theirs.append(stream if isinstance(stream, int) else stream.fileno())
-        status, told = os.pipe()
         plain_words = [os.fspath(word) for word in words]
-        request = {
-            "words": plain_words,
-            "env": around,
-            "cwd": os.fspath(cwd or Path.cwd()),
-            "own session": start_new_session,
-        }
-        message = json.dumps(request).encode()
-        assert len(message) < _LARGEST
-        socket.send_fds(self._socket, [message], [*theirs, told])
-        for fd in (*opened, told):
+        parts = ["own session" if start_new_session else "", "3", "0", "1", "2", os.fspath(cwd or Path.cwd())]
+        parts += [str(len(words)), *plain_words, "", *(f"{name}={value}" for name, value in around.items())]
+        status = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        status.connect(self.address)
+        socket.send_fds(status, [os.fsencode("\0".join(parts))], theirs)
+        for fd in opened:
             os.close(fd)
         return Started(plain_words, status, ours)
 
@@ -267,19 +269,20 @@ class WarmPython:
         return str(done.stdout)
 
     def close(self) -> None:
-        """End it, and the processes that still run."""
-        self._socket.close()
-        self._process.wait(60)
+        """End it, and the processes that still run, if it was started here."""
+        if self._socket is not None:
+            self._socket.close()
+            self._process.wait(60)
 
 
 # --- in the process that has imported -----------------------------------------------------------------------
 
 
-def _serve(requests: socket.socket, listening: socket.socket) -> dict[str, Any] | None:
-    """Fork a child for each request: in a child, what it was asked for; None at the end of the requests."""
-    running: dict[int, tuple[int, int]] = {}  # by pidfd: process id, and where its end is told
+def _serve(lifeline: socket.socket, listening: socket.socket, modules: list[str]) -> dict[str, Any] | None:
+    """Fork a child for each request: in a child, what it was asked for; None at the end of the tests."""
+    running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, and where its end is told
     selector = selectors.DefaultSelector()
-    selector.register(requests, selectors.EVENT_READ)
+    selector.register(lifeline, selectors.EVENT_READ)
     selector.register(listening, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
@@ -288,80 +291,82 @@ def _serve(requests: socket.socket, listening: socket.socket) -> dict[str, Any] 
             if key.data is not None:  # the program that stands for this process was killed
                 selector.unregister(key.fd)
                 signal.pidfd_send_signal(key.data, signal.SIGKILL)
-                continue
-            if key.fd in running:
+            elif key.fd in running:
                 _end_of(key.fd, *running.pop(key.fd), selector)
-                continue
-            received = _request(requests) if key.fileobj is requests else _call(listening)
-            if received is None and key.fileobj is listening:
-                continue
-            if received is None:
+            elif key.fileobj is lifeline:
                 for pid, _ in running.values():
                     os.kill(pid, signal.SIGKILL)
                 return None
-            request, fds, told = received
-            if pid := os.fork():
-                pidfd = os.pidfd_open(pid)
-                running[pidfd] = pid, told
-                selector.register(pidfd, selectors.EVENT_READ)
-                if "executable" in request:
-                    selector.register(told, selectors.EVENT_READ, pidfd)
-                _tell(told, pid)
+            elif (received := _request(listening)) is not None:
+                request, fds, asking = received
+                if modules:
+                    _import(modules)
+                    modules.clear()
+                if not (pid := os.fork()):
+                    selector.close()
+                    for other in (lifeline, listening, asking, *(asking for _, asking in running.values())):
+                        other.close()
+                    _close(running)
+                    _take(fds, request["given"])
+                    return request
                 _close(fds)
-                continue
-            selector.close()
-            requests.close()
-            listening.close()
-            _close([told, *running, *(told for _, told in running.values())])
-            _take(fds, request["given"])
-            return request
+                running[_watch(pid, asking, selector, is_stand_in=bool(request["executable"]))] = pid, asking
 
 
-def _request(requests: socket.socket) -> tuple[dict[str, Any], list[int], int] | None:
-    """A request of the tests, its descriptors and that for its end; None at the end of the requests."""
-    message, fds, _, _ = socket.recv_fds(requests, _LARGEST, 4)
-    if not message:
-        return None
-    *streams, told = fds
-    return {"given": [0, 1, 2], **json.loads(message)}, streams, told
+def _import(modules: Sequence[str]) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    sys.path.pop(0)  # the folder of the tests
+    gc.collect()
+    gc.freeze()
 
 
-def _call(listening: socket.socket) -> tuple[dict[str, Any], list[int], int] | None:
-    """The same for a program that stands for Python; None if it is gone."""
+def _request(listening: socket.socket) -> tuple[dict[str, Any], list[int], socket.socket] | None:
+    """A request, its descriptors, and where to tell the process's id and its end; None if nobody asks."""
     asking, _ = listening.accept()
     message, fds, _, _ = socket.recv_fds(asking, _LARGEST, 100)
     if not message:
         asking.close()
         return None
-    parts = [os.fsdecode(part) for part in message.split(b"\0")]
-    after = 1 + int(parts[0])
+    session, count, *parts = (os.fsdecode(part) for part in message.split(b"\0"))
+    after = int(count)
     words_end = after + 2 + int(parts[after + 1])
     request = {
-        "given": [int(fd) for fd in parts[1:after]],
+        "given": [int(fd) for fd in parts[:after]],
         "cwd": parts[after],
         "words": parts[after + 2 : words_end],
         "executable": parts[words_end],
         "env": dict(entry.split("=", 1) for entry in parts[words_end + 1 :]),
-        "own session": True,
+        "own session": bool(session),
     }
-    return request, fds, asking.detach()
+    return request, fds, asking
 
 
-def _end_of(pidfd: int, pid: int, told: int, selector: selectors.BaseSelector) -> None:
+def _watch(pid: int, asking: socket.socket, selector: selectors.BaseSelector, *, is_stand_in: bool) -> int:
+    """Tell the id of a child, and wait for its end, and for that of a program that stands for it."""
+    pidfd = os.pidfd_open(pid)
+    selector.register(pidfd, selectors.EVENT_READ)
+    if is_stand_in:
+        selector.register(asking, selectors.EVENT_READ, pidfd)
+    _tell(asking, pid)
+    return pidfd
+
+
+def _end_of(pidfd: int, pid: int, asking: socket.socket, selector: selectors.BaseSelector) -> None:
     selector.unregister(pidfd)
-    if told in selector.get_map():
-        selector.unregister(told)
-    _tell(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    os.close(told)
+    if asking in selector.get_map():
+        selector.unregister(asking)
+    _tell(asking, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    asking.close()
     os.close(pidfd)
 
 
-def _tell(fd: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody wants to know any more
-        os.write(fd, b"%d\n" % number)
+def _tell(asking: socket.socket, number: int) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # nobody wants to know any more
+        asking.send(b"%d" % number)
 
 
-def _close(fds: list[int]) -> None:
+def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 
@@ -428,18 +433,13 @@ def _end(code: int) -> None:
 
 
 def main() -> None:
-    """Import, then fork a child for each request, which does its work and ends nearly as Python does."""
-    requests, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
-    for name in sys.argv[3:-1]:
-        importlib.import_module(name)
-    sys.path.pop(0)  # the folder of the tests
-    gc.collect()
-    gc.freeze()
-    request = _serve(requests, listening)
+    """Fork a child for each request, which does its work and ends nearly as Python does."""
+    lifeline, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
+    request = _serve(lifeline, listening, sys.argv[3:-1])
     if request is None:
         return
     _become(request["env"], request["cwd"], request["own session"])
-    if "executable" in request:
+    if request["executable"]:
         sys.executable = request["executable"]
         _show([sys.executable, *request["words"]])
     code: Any = None
