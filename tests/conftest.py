@@ -10,9 +10,9 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,8 @@ def _one_environment() -> None:
 
 
 _PASSED = pytest.StashKey[bool]()
-#: Bytes from which a file of a test that passed goes at once.
-_LARGE = 256 << 10
+#: Seconds from one removal of folders of tests to the next.
+_REMOVAL_SECONDS = 60.0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -126,33 +126,44 @@ def pytest_runtest_makereport(
     return report
 
 
-@pytest.fixture(scope="session")
-def _done_with() -> Iterator[list[Path]]:
-    """Folders that go at the end."""
-    folders: list[Path] = []
-    yield folders
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def tmp_path(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _done_with: list[Path]
-) -> Iterator[Path]:
-    """A folder of a test's own, as pytest's; that of a test that has passed goes at the end of the run.
+class _DoneWith:
+    """The folders of tests that have passed, which go together once a minute.
 
     An ext4 without a journal looks at every inode that was freed in the last five seconds before it takes a
     new one. Where each test removed its files at once, that took a sixteenth of a run's processor time.
     """
+
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
+        self._begun = time.monotonic()
+
+    def add(self, folder: Path) -> None:
+        self._folders.append(folder)
+        if time.monotonic() > self._begun + _REMOVAL_SECONDS:
+            self.remove()
+
+    def remove(self) -> None:
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders, self._begun = [], time.monotonic()
+
+
+@pytest.fixture(scope="session")
+def _done_with() -> Iterator[_DoneWith]:
+    folders = _DoneWith()
+    yield folders
+    folders.remove()
+
+
+@pytest.fixture
+def tmp_path(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _done_with: _DoneWith
+) -> Iterator[Path]:
+    """A folder of a test's own, as pytest's; that of a test that has failed stays."""
     path = tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:30])
     yield path
     if request.node.stash.get(_PASSED, False):
-        _done_with.append(path)
-        for folder, _, names in os.walk(path):
-            for file in (os.path.join(folder, name) for name in names):
-                with suppress(OSError):
-                    if os.lstat(file).st_blocks * 512 >= _LARGE:
-                        os.unlink(file)
+        _done_with.add(path)
 
 
 @pytest.fixture
