@@ -432,7 +432,8 @@ class _Run:
         def make(file: Path, called: Called | None) -> datasets.Dataset:
             self._files.add(file)
             count = self._meter.make_counter(number, len(dataset))
-            num_proc = self._pipeline.num_proc
+            # Behind a `called` it is 1, if it is given: another process could not be watched.
+            num_proc = self._pipeline.num_proc if called is None else None
             return step.run(dataset, RunOptions(num_proc, str(file), count, fingerprint, called=called))
 
         return make

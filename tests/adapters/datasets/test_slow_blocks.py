@@ -202,14 +202,15 @@ def test_rows_of_which_some_take_long_are_kept_in_parts(store: Store) -> None:
     assert kept > 800
 
 
-@pytest.mark.parametrize("way", ["cached_map", "Pipeline", "processes"])
+@pytest.mark.parametrize("way", ["cached_map", "Pipeline", "Pipeline of one process", "processes"])
 def test_few_rows_of_a_slow_function_are_kept_in_parts_too(store: Store, way: str) -> None:
     """They are not cut into blocks, unless a function turns out to be slow."""
     data, function = rows(texts(90)), fails_at(70)
 
     def run() -> datasets.Dataset:
-        if way == "Pipeline":
-            return Pipeline([function], store=store).run(data).dataset
+        if way.startswith("Pipeline"):
+            num_proc = None if way == "Pipeline" else 1
+            return Pipeline([function], store=store, num_proc=num_proc).run(data).dataset
         return cached_map(data, function, store=store, num_proc=2 if way == "processes" else None)
 
     with small_blocks(1 << 20, 10_000), slow_blocks(4096):
