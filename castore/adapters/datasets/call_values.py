@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from castore.adapters.datasets.object_arrays import put_together, take_apart
 from castore.adapters.datasets.table_digest import table_digest
+from castore.adapters.left_out import facts_left_out
 from castore.errors import CorruptError, SerializationError
 from castore.serialize.serializers import dump, load
 
@@ -63,6 +64,8 @@ def pack_arguments(arguments: Sequence[Any]) -> Packed:
         tables.append([place, type(value).__name__, table_digest(table), metadata])
         values.append(None)
         size += table.nbytes
+    if not _is_simple(values):
+        tables += facts_left_out(values)
     data = _dump(values, tables)
     return Packed(data, size + len(data), all(map(_is_fixed, values)))
 
@@ -88,6 +91,8 @@ def dump_result(output: Any, *, is_argument: bool) -> bytes:
     elif (table := None if type(output) in _PLAIN else _as_table(output)) is not None:
         # `datasets` takes a table in the place of a frame, and a list in the place of a mask.
         output = table if _is_frame(output) else table.column(0).to_pylist()
+    if not _is_simple(output):
+        facts_left_out(output, is_result=True)  # an error where a part would not come back
     return _dump(is_argument, output)
 
 

@@ -21,6 +21,7 @@ from blake3 import blake3
 from torch.utils.data import IterableDataset
 
 from castore import Store
+from castore.adapters.left_out import facts_left_out
 from castore.adapters.torch.changes import Changes
 from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
 from castore.adapters.torch.hit_counts import HitCounts
@@ -99,6 +100,8 @@ class CachedIterableDataset(IterableDataset[Any]):
         identity = item if self._item_key is None else self._item_key(item)
         try:
             hasher = blake3(pack(identity))
+            if facts := facts_left_out(identity):
+                hasher.update(repr(facts).encode())
         except SerializationError as error:
             raise SerializationError(
                 f"an item of the dataset cannot be told from others: {error}; or pass item_key=..."

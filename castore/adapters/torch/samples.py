@@ -356,8 +356,8 @@ def _build_tuple(parts: tuple[Build, ...]) -> Build:
 
 
 def _build_image(parts: tuple[Build, ...]) -> Build:
-    pixels, palette, transparency = parts
-    return lambda record: with_extras(pixels(record), palette(record), transparency(record))
+    pixels, palette, info = parts
+    return lambda record: with_extras(pixels(record), palette(record), info(record))
 
 
 def _build_dict(parts: list[tuple[Any, Build]]) -> Build:

@@ -1,8 +1,9 @@
-"""The kind of PIL images: pixels, palette and transparency.
+"""The kind of PIL images: pixels, palette and `info`.
 
-A loaded image is a plain `PIL.Image.Image` of the same mode, size, pixels, palette and transparency. Facts
-about the image's file (format, EXIF, colour profile, other frames) are not kept. PIL is imported only to load
-an image.
+A loaded image is a plain `PIL.Image.Image` of the same mode, size, pixels, palette and `info`: transparency,
+EXIF, colour profile, resolution and texts. The image's file, its format and other frames are not kept, nor
+are values of `info` other than numbers, texts and bytes, alone or in lists, tuples and dicts. PIL is imported
+only to load an image.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _VALUES = {
 }  # fmt: skip
 #: Codes in a safetensors file of elements that are not bytes.
 _WIDE = {"I": "I32", "F": "F32", "I;16": "U16"}
+# Values of `info` are nested so deep at most.
+_DEEPEST = 8
 
 
 def is_image(value: object) -> bool:
@@ -83,16 +86,39 @@ def image_maker(mode: str, width: int, height: int, count: int) -> Callable[[byt
 
 
 def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
-    """Return the palette (raw mode and bytes) and the transparency, each None if the image has none."""
+    """Return the palette (raw mode and bytes), None if the image has none; and its transparency, None if it
+    has none, or all of its `info` if there is more.
+    """
     palette = None
     if image.mode in ("P", "PA") and image.palette is not None:
         rawmode = image.palette.mode
         palette = rawmode, bytes(image.getpalette(rawmode))
-    return palette, image.info.get("transparency")
+    info = {name: _plain(item) for name, item in image.info.items() if type(name) is str and _is_plain(item)}
+    return palette, info if info.keys() - {"transparency"} else info.get("transparency")
 
 
-def with_extras(image: Any, palette: Any, transparency: Any) -> Any:
-    """Give an image a palette and a transparency as `extras_of` returns them, and return the image."""
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether bytes have all of a value of `info`."""
+    if type(value) is dict:
+        return depth < _DEEPEST and all(
+            _is_plain(name, depth + 1) and _is_plain(item, depth + 1) for name, item in value.items()
+        )
+    if type(value) in (list, tuple):
+        return depth < _DEEPEST and all(_is_plain(item, depth + 1) for item in value)
+    return value is None or isinstance(value, str) or type(value) in (int, float, bool, bytes)
+
+
+def _plain(value: Any) -> Any:
+    """The value with plain texts: those of a PNG have a language besides."""
+    if type(value) is dict:
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return str(value) if isinstance(value, str) else value
+
+
+def with_extras(image: Any, palette: Any, info: Any) -> Any:
+    """Give an image a palette, and a transparency or `info`, as `extras_of` has them; returns the image."""
     if not is_image(image):
         raise ValueError("an image has no pixels")
     if palette is not None:
@@ -100,19 +126,19 @@ def with_extras(image: Any, palette: Any, transparency: Any) -> Any:
         if rawmode not in ("RGB", "RGBA", "L") or len(data) > 4 * 256:
             raise ValueError(f"a palette of {rawmode!r} has {len(data)} bytes")
         image.putpalette(data, rawmode)
-    if transparency is not None:
-        image.info["transparency"] = transparency
+    if info is not None:
+        image.info.update(info if type(info) is dict else {"transparency": info})
     return image
 
 
 def take(image: Any) -> Any:
-    """Return mode, size, pixels, palette and transparency."""
+    """Return mode, size, pixels, palette, and transparency or `info`."""
     return [image.mode, list(image.size), pixels_of(image), *extras_of(image)]
 
 
 def make(parts: Any) -> Any:
     """Return the image made of these parts."""
-    mode, size, pixels, palette, transparency = listed(5, parts)
+    mode, size, pixels, palette, info = listed(5, parts)
     width, height = (expect(int, side) for side in listed(2, size))
     make_plain = image_maker(expect(str, mode), width, height, len(expect(bytes, pixels)))
-    return with_extras(make_plain(pixels), palette, transparency)
+    return with_extras(make_plain(pixels), palette, info)

@@ -8,13 +8,14 @@ import asyncio
 import gc
 import itertools
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache, cached_filter, cached_map, call_blocks
@@ -40,6 +41,7 @@ from tests.adapters.datasets.stream_cases import (
     ran,
     told,
 )  # fmt: skip
+from tests.images import animation, photo
 from tests.warm import WarmPython
 
 SOURCES = {"python": from_python, "arrow": from_arrow}
@@ -167,6 +169,85 @@ def test_images_come_back_as_plain_datasets_gives_them(store: Store) -> None:
     for runs in (3, 0):
         assert rows_of(cached_map(stream, turned, store=store)) == expected
         assert ran() == runs
+
+
+def from_values(*values: Any) -> datasets.IterableDataset:
+    def rows() -> Iterator[dict[str, Any]]:
+        for value in values:
+            yield {"value": value}
+
+    return datasets.IterableDataset.from_generator(rows)
+
+
+def test_rows_count_by_all_that_a_function_can_see_of_images(store: Store) -> None:
+    def seen(row: dict[str, Any]) -> dict[str, Any]:
+        log.info("seen")
+        image = row["value"]
+        return {"value": [type(image).__name__, ImageOps.exif_transpose(image).size, image.format]}
+
+    def values() -> list[Image.Image]:
+        photos = [photo(6, format="PNG"), photo(1, format="PNG"), photo(1, format="TIFF")]
+        return [*photos, photos[1].copy()]
+
+    expected = rows_of(from_values(*values()).map(seen))
+    ran()
+    assert rows_of(cached_map(from_values(*values()), seen, store=store)) == expected
+    assert ran() == len(expected)
+    assert rows_of(cached_map(from_values(*values()), seen, store=store)) == expected
+    assert ran() == 0
+
+
+def test_images_count_by_all_of_their_frames(store: Store) -> None:
+    def last(row: dict[str, Any]) -> dict[str, Any]:
+        row["value"].seek(1)
+        return {"value": row["value"].convert("RGB").getpixel((0, 0))}
+
+    for colour in ("red", "blue"):
+        expected = rows_of(from_values(animation(colour)).map(last))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)  # the function leaves the image at another frame
+            assert rows_of(cached_map(from_values(animation(colour)), last, store=store)) == expected
+
+
+def test_values_that_would_lose_a_part_are_not_kept_and_named(store: Store) -> None:
+    torch = pytest.importorskip("torch")
+
+    def with_scale(scale: int) -> Any:
+        tensor = torch.ones(2)
+        tensor.scale = scale
+        return tensor
+
+    def scaled(row: dict[str, Any]) -> dict[str, Any]:
+        return {"scale": row["value"].scale}
+
+    with pytest.warns(CacheWarning, match="a tensor with the attribute 'scale', which is not kept"):
+        found = [
+            row["scale"]
+            for scale in (1, 2)
+            for row in cached_map(from_values(with_scale(scale)), scaled, store=store)
+        ]
+    assert found == [1, 2]
+    path = r"\['value'\]\[0\] is a tensor with the attribute"
+    stream = cached_map(from_values(3), lambda row: {"value": [with_scale(row["value"])]}, store=store)
+    with pytest.warns(CacheWarning, match=path):
+        found = [row["value"][0].scale for _ in range(2) for row in stream]
+    assert found == [3, 3]
+    stream = cached_map(from_values(3), lambda row: {"value": animation("red")}, store=store)
+    with pytest.warns(CacheWarning, match="of several frames, of which one would come back"):
+        found = [row["value"].n_frames for _ in range(2) for row in stream]
+    assert found == [2, 2]
+
+
+def test_images_come_back_with_what_their_files_say(store: Store) -> None:
+    def load(row: dict[str, Any]) -> dict[str, Any]:
+        return {"value": photo(row["value"], format="JPEG")}
+
+    def upright(row: dict[str, Any]) -> dict[str, Any]:
+        return {"size": ImageOps.exif_transpose(row["value"]).size}
+
+    stream = cached_map(from_values(6), load, store=store).map(upright, remove_columns="value")
+    expected = rows_of(from_values(6).map(load).map(upright, remove_columns="value"))
+    assert [rows_of(stream) for _ in range(2)] == [expected] * 2
 
 
 # --- keys ---------------------------------------------------------------------------------------------------

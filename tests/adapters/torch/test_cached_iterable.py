@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image, ImageOps, ImageSequence
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -18,6 +19,7 @@ from castore import InvalidValueError, SerializationError, Store, UnhashableErro
 from castore.adapters.torch import CachedDataset, CachedIterableDataset
 from tests.adapters.torch.items import Items, Makes, Plain
 from tests.helpers import flip, payload
+from tests.images import animation, photo
 
 COUNT = 60
 
@@ -298,3 +300,37 @@ def test_a_damaged_sample_is_made_again(store: Store, makes: Makes) -> None:
 def test_the_map_style_wrapper_names_this_one(store: Store) -> None:
     with pytest.raises(InvalidValueError, match="CachedIterableDataset"):
         CachedDataset(Items(3), store)
+
+
+class Given(torch.utils.data.IterableDataset[Any]):
+    """Items that are given."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+
+def test_items_count_by_all_that_a_function_can_see_of_images(store: Store) -> None:
+    def seen(image: Image.Image) -> Any:
+        frames = [frame.convert("RGB").getpixel((0, 0)) for frame in ImageSequence.Iterator(image)]
+        return [ImageOps.exif_transpose(image).size, image.format or "", frames]
+
+    def items() -> list[Image.Image]:
+        return [*(photo(lies, format="PNG") for lies in (6, 1)), animation("red"), animation("blue")]
+
+    expected = [seen(image) for image in items()]
+    for _ in range(2):
+        cached = CachedIterableDataset(Given(*items()), seen, store)
+        assert list(cached) == expected
+    assert cached.hits == len(expected)
+
+
+def test_a_tensor_with_attributes_of_its_own_is_no_item(store: Store) -> None:
+    item = torch.ones(2)
+    item.scale = 2  # type: ignore[attr-defined]
+    with pytest.raises(
+        SerializationError, match=r"\['x'\] is a tensor with the attribute 'scale'.*item_key="
+    ):
+        list(CachedIterableDataset(Given({"x": item}), len, store))

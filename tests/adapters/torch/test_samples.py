@@ -14,11 +14,14 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from torch.utils.data import default_collate
 
 from castore import SerializationError
 from castore.adapters.torch.samples import pack, unpack
+from castore.serialize.serializers import dump, load
+from tests.images import photo
 
 DTYPES = [
     getattr(torch, name)
@@ -214,6 +217,28 @@ def test_an_image_from_a_file_comes_back_as_a_plain_image(tmp_path: Any) -> None
         back = unpack(pack(opened))
         assert type(back) is Image.Image
         assert back.convert("RGBA").tobytes() == opened.convert("RGBA").tobytes()
+
+
+def test_images_keep_what_their_files_say() -> None:
+    texts = PngInfo()
+    texts.add_itxt("title", "Ä", "de")
+    for opened in (
+        photo(6, format="JPEG", dpi=(72, 72), icc_profile=b"profile", comment=b"comment"),
+        photo(6, format="PNG", pnginfo=texts),
+        photo(6, format="TIFF"),
+    ):
+        for back in (unpack(pack([opened]))[0], load(dump([opened])[1], "msgpack")[0]):
+            assert back.info == opened.info
+            assert ImageOps.exif_transpose(back).size == ImageOps.exif_transpose(opened).size == (2, 4)
+
+
+def test_values_beside_an_image_that_bytes_do_not_have_are_left_out() -> None:
+    image = Image.new("L", (2, 2))
+    image.info |= {"kept": [(1, 2.5), {"a": b"b"}], "left out": object(), "array": np.zeros(2)}
+    image.info["nested"] = nested = [image.info["kept"]]
+    for _ in range(20):
+        nested[:] = [list(nested)]
+    assert unpack(pack(image)).info == {"kept": [(1, 2.5), {"a": b"b"}]}
 
 
 Point = collections.namedtuple("Point", "x y")
