@@ -7,8 +7,8 @@ function, two arguments that differ in such a part would have one result.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -22,9 +22,37 @@ _FIXED = frozenset({str, int, float, bool, bytes, type(None)})
 _DEEPEST = 64
 
 
+class _Part(NamedTuple):
+    """A part of a value, and the way to it.
+
+    Attributes:
+        value: the part.
+        around: the part that it is in; None for the whole.
+        step: how it is reached from there, as code.
+        depth: number of parts that it is in.
+    """
+
+    value: Any
+    around: _Part | None = None
+    step: str | tuple[Any] = ""
+    depth: int = 0
+
+    def inside(self, value: Any, step: str | tuple[Any]) -> _Part:
+        """A part of this one; ``step`` is a key or place, in a tuple, or code."""
+        return _Part(value, self, step, self.depth + 1)
+
+    def error(self, problem: str) -> SerializationError:
+        """The error for this part."""
+        steps, part = list[str](), self
+        while part.around is not None:
+            steps.append(part.step if isinstance(part.step, str) else f"[{part.step[0]!r}]")
+            part = part.around
+        return SerializationError(f"{''.join(reversed(steps)) or 'the value'} {problem}")
+
+
 def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
-    """The class, the format and further frames of each image inside a value, in order. Bytes have the pixels
-    of one frame, and `info`.
+    """The class, the format and further frames of each image inside a value. Bytes have the pixels of one
+    frame, and `info`.
 
     Args:
         value: the value.
@@ -33,39 +61,39 @@ def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
     Raises:
         SerializationError: the value has another part that bytes leave out; the message has the path to it.
     """
-    return list(_facts(value, "", 0, is_result))
+    facts, waiting = list[list[Any]](), [_Part(value)]
+    while waiting:
+        part = waiting.pop()
+        kind = type(part.value)
+        if part.depth > _DEEPEST:
+            raise part.error("is nested too deep, or contains itself")
+        if kind is dict:
+            for name, item in part.value.items():
+                if type(item) not in _FIXED:
+                    waiting.append(part.inside(item, (name,)))
+        elif kind in (list, tuple):
+            if not _FIXED.issuperset(map(type, part.value)):
+                waiting += [part.inside(item, (place,)) for place, item in enumerate(part.value)]
+        elif is_image(part.value):
+            facts.append([kind.__name__, str(part.value.format), *_frames(part, is_result)])
+        elif kind not in _FIXED:
+            if (problem := _problem(part.value)) is not None:
+                raise part.error(problem)
+            waiting += [part.inside(item, step) for step, item in _fields(part.value)]
+    return facts
 
 
-def _facts(value: Any, path: str, depth: int, is_result: bool) -> Iterator[list[Any]]:
-    kind = type(value)
-    if kind in _FIXED:
-        return
-    if depth > _DEEPEST:
-        raise SerializationError(f"{path or 'the value'} is nested too deep, or contains itself")
-    if kind is dict:
-        for name, item in value.items():
-            yield from _facts(item, f"{path}[{name!r}]", depth + 1, is_result)
-    elif kind in (list, tuple):
-        for place, item in enumerate(value):
-            yield from _facts(item, f"{path}[{place}]", depth + 1, is_result)
-    elif is_image(value):
-        yield [kind.__name__, str(value.format), *_frames(value, path, is_result)]
-    elif (problem := _problem(value)) is not None:
-        raise _error(path, problem)
-    else:
-        yield from _facts_of_fields(value, path, depth, is_result)
-
-
-def _frames(image: Any, path: str, is_result: bool) -> list[Any]:
+def _frames(part: _Part, is_result: bool) -> list[Any]:
     """The place of the present one of an image's frames, and a digest of them all; nothing if it has one."""
+    image = part.value
     if getattr(image, "n_frames", 1) == 1:
         return []
     name = type(image).__name__
     if is_result:
-        raise _error(path, f"is a {name} of several frames, of which one would come back; give its copy()")
+        raise part.error(f"is a {name} of several frames, of which one would come back; give its copy()")
     file = getattr(image, "fp", None)
     if file is None or file.closed:
-        raise _error(path, f"is a {name} of several frames, and its file is closed")
+        raise part.error(f"is a {name} of several frames, and its file is closed")
     at = file.tell()
     try:
         file.seek(0)
@@ -75,16 +103,15 @@ def _frames(image: Any, path: str, is_result: bool) -> list[Any]:
     return [image.tell(), digest]
 
 
-def _facts_of_fields(value: Any, path: str, depth: int, is_result: bool) -> Iterator[list[Any]]:
+def _fields(value: Any) -> Iterable[tuple[str, Any]]:
+    """The parts of a value that castore takes apart, each with the way to it."""
     if is_registered(type(value)):  # its class says what its bytes have
-        return
+        return ()
     try:
         form = take_apart(value)
     except MisfitError:  # the bytes of the value are an error, too
-        return
-    if form is not None:
-        for step, part in form.fields():
-            yield from _facts(part, path + step, depth + 1, is_result)
+        return ()
+    return () if form is None else form.fields()
 
 
 def _problem(value: Any) -> str | None:
@@ -93,22 +120,12 @@ def _problem(value: Any) -> str | None:
     if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
         names = [name for name in vars(value) if not name.startswith(_LEFT_ON_TENSORS)]
         if names:
-            return (
-                f"is a tensor with the attribute {names[0]!r}, which is not kept; give it beside the tensor"
-            )
-        return (
-            "is a tensor with a gradient, which is not kept; give its detach()" if _has_grad(value) else None
-        )
+            found = f"the attribute {names[0]!r}"
+        else:
+            found = "a gradient" if value.is_leaf and value.grad is not None else ""
+        return f"is a tensor with {found}, which its bytes lack; give that beside it" if found else None
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.metadata:
-        return "is an array whose dtype has metadata, which is not kept"
+        return "is an array whose dtype has metadata, which its bytes lack"
     if isinstance(value, dict) and getattr(value, "__dict__", None):
-        return f"is a {type(value).__name__} with attributes, which are not kept"
+        return f"is a {type(value).__name__} with attributes, which its bytes lack"
     return None
-
-
-def _has_grad(tensor: Any) -> bool:
-    return tensor.is_leaf and tensor.grad is not None
-
-
-def _error(path: str, problem: str) -> SerializationError:
-    return SerializationError(f"{path or 'the value'} {problem}")

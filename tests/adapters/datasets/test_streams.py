@@ -220,7 +220,7 @@ def test_values_that_would_lose_a_part_are_not_kept_and_named(store: Store) -> N
     def scaled(row: dict[str, Any]) -> dict[str, Any]:
         return {"scale": row["value"].scale}
 
-    with pytest.warns(CacheWarning, match="a tensor with the attribute 'scale', which is not kept"):
+    with pytest.warns(CacheWarning, match="a tensor with the attribute 'scale', which its bytes lack"):
         found = [
             row["scale"]
             for scale in (1, 2)
