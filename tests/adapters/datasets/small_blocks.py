@@ -5,6 +5,7 @@ plain `datasets` gives.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -27,8 +28,12 @@ BYTES, ROWS = 2048, 32
 
 @contextlib.contextmanager
 def small_blocks(size: int = BYTES, rows: int = ROWS) -> Iterator[None]:
-    """Cut into blocks of about so many bytes, or rows; kept blocks are read lazily however small they are."""
+    """Cut into blocks of about so many bytes, or rows; kept blocks are read lazily however small they are.
+
+    No block is slow: on a busy machine one call may take as long as a slow function does.
+    """
     with (
+        mock.patch.object(block_step, "SLOW_SECONDS", math.inf),
         mock.patch.object(cutting, "TARGET_BYTES", size),
         mock.patch.object(cutting, "TARGET_ROWS", rows),
         # The schema alone takes a few kilobytes of a file.

@@ -175,7 +175,7 @@ def test_a_function_that_takes_long_at_first_is_soon_known_to_be_quick(store: St
             time.sleep(0.6)  # more than the time that tells
         return measured(row)
 
-    with small_blocks(1 << 20, 10_000):
+    with small_blocks(1 << 20, 10_000), mock.patch.object(block_step, "SLOW_SECONDS", 10.0):
         data = rows(texts(4000))
         made = cached_map(data, loads, store=store, fingerprint="loads")
     assert told(made) == told(data.map(_plain))
