@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from castore.errors import SerializationError
+from castore.keys.values import LEFT_ON_TENSORS
 from castore.serialize.kinds import MisfitError, is_registered, take_apart
 from castore.serialize.kinds.images import is_image
 
-# Attributes that torch.compile and transformers set on tensors, by their prefixes.
-_LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
 _FIXED = frozenset({str, int, float, bool, bytes, type(None)})
 _DEEPEST = 64
 
@@ -105,6 +104,10 @@ def _frames(part: _Part, is_result: bool) -> list[Any]:
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:
     """The parts of a value that castore takes apart, each with the way to it."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        flat = value.flat if value.dtype == object else ()
+        return [(f".flat[{place}]", item) for place, item in enumerate(flat)]
     if is_registered(type(value)):  # its class says what its bytes have
         return ()
     try:
@@ -118,7 +121,7 @@ def _problem(value: Any) -> str | None:
     """A part of a tensor, an array or a dict that bytes leave out."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
-        names = [name for name in vars(value) if not name.startswith(_LEFT_ON_TENSORS)]
+        names = [name for name in vars(value) if not name.startswith(LEFT_ON_TENSORS)]
         if names:
             found = f"the attribute {names[0]!r}"
         else:

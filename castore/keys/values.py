@@ -29,7 +29,7 @@ from castore.keys.registry import Count, Row, Table
 from castore.system.cpus import hash_threads
 
 #: Prefixes of attributes that torch.compile and transformers set on tensors.
-_LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
+LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
 
 
 def by_type(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -273,7 +273,7 @@ def tensor_values(encoder: Encoder, value: Any) -> Iterator[Any]:
         yield blake3(data, max_threads=threads).digest()
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         yield encoder.part(type(value))
-    held = {name: item for name, item in vars(value).items() if not name.startswith(_LEFT_ON_TENSORS)}
+    held = {name: item for name, item in vars(value).items() if not name.startswith(LEFT_ON_TENSORS)}
     held = lasting(encoder, value, held)
     if held:
         yield "attributes"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
@@ -232,6 +233,15 @@ def test_values_that_would_lose_a_part_are_not_kept_and_named(store: Store) -> N
     with pytest.warns(CacheWarning, match=path):
         found = [row["value"][0].scale for _ in range(2) for row in stream]
     assert found == [3, 3]
+
+    def in_array(row: dict[str, Any]) -> dict[str, Any]:
+        array = np.empty(2, object)
+        array[1] = with_scale(row["value"])
+        return {"value": array}
+
+    with pytest.warns(CacheWarning, match=r"\['value'\]\.flat\[1\] is a tensor with the attribute"):
+        found = [row["value"][1].scale for row in cached_map(from_values(3), in_array, store=store)]
+    assert found == [3]
     stream = cached_map(from_values(3), lambda row: {"value": animation("red")}, store=store)
     with pytest.warns(CacheWarning, match="of several frames, of which one would come back"):
         found = [row["value"].n_frames for _ in range(2) for row in stream]
