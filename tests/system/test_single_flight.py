@@ -133,6 +133,9 @@ def test_processes_that_claim_at_once_never_have_the_same_key(tmp_path: Path) ->
     context = multiprocessing.get_context("fork")
     with context.Pool(3) as pool:
         claimed = pool.map(_claim_many, [tmp_path] * 3, chunksize=1)
+        # The end of the context sends SIGTERM, for which some other test may have left a handler.
+        pool.close()
+        pool.join()
     assert sorted(key for keys in claimed for key in keys) == list(range(200))
 
 
