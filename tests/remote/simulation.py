@@ -253,8 +253,6 @@ class MemoryBucket:
 
     def listing(self, prefix: str) -> Iterator[Listed]:
         self._world.step(f"list {prefix}")
-        if self._loses and self._world.chance.random() < 0.005:
-            raise RemoteUnreachableError("there was no answer")
         found = [
             Listed(key, len(data), modified)
             for key, (data, _, modified) in sorted(self._world.objects.items())
