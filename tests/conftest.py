@@ -110,6 +110,18 @@ def _one_environment() -> None:
     os.environ = _ENVIRON  # noqa: B003
 
 
+@pytest.fixture(autouse=True)
+def _signals_act_as_before() -> Iterator[None]:
+    """Fail a test that leaves a handler of a signal.
+
+    Forked children inherit it. One with a handler of SIGTERM does not end when a pool of processes is
+    terminated.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
 _PASSED = pytest.StashKey[bool]()
 #: Seconds from one removal of folders of tests to the next.
 _REMOVAL_SECONDS = 60.0

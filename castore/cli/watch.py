@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,10 +82,11 @@ def watch(
     root = _root(folder, os.path.realpath(path), is_needed=restore)
     printer = _EventPrinter(as_json)
     stop = Stop()
-    if not restore:
-        _set_handlers(stop.set)
-    # The target of a link is the only copy of the file: it has to survive a power cut.
-    with Store(path, memory=0, durable=replace) as store:
+    with ExitStack() as at_end:
+        if not restore:
+            at_end.enter_context(_stopped_by_signals(stop.set))
+        # The target of a link is the only copy of the file: it has to survive a power cut.
+        store = at_end.enter_context(Store(path, memory=0, durable=replace))
         if not restore:
             store.require_writable()
         if restore:
@@ -95,7 +96,7 @@ def watch(
                 _require_prefix(store, root, names)
         elif _is_there(root, printer, stop):
             _watch(store, WatchedFolder(root, names, str(path)), options, printer, stop)
-    printer.finish()
+        printer.finish()
     if restore and printer.failed:
         raise typer.Exit(1)
 
@@ -129,9 +130,14 @@ def _root(folder: str, store: str, *, is_needed: bool) -> str:
     return root
 
 
-def _set_handlers(stop: Callable[[], object]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop())
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], object]) -> Iterator[None]:
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _is_there(root: str, printer: _EventPrinter, stop: Stop) -> bool:
@@ -153,10 +159,10 @@ def _watch(
         total = _bytes_below(folder) if sys.stderr.isatty() else None
         done = until_caught_up.enter_context(progress("catching up", total))
         watcher = Watcher(Task(store, folder, options, printer.print_event, done))
-        _set_handlers(watcher.stop)
-        if stop.is_set():  # the signal came just before
-            watcher.stop()
-        watcher.run(until_caught_up.close)
+        with _stopped_by_signals(watcher.stop):
+            if stop.is_set():  # the signal came just before
+                watcher.stop()
+            watcher.run(until_caught_up.close)
 
 
 def _bytes_below(folder: WatchedFolder) -> int:

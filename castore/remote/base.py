@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from castore.errors import RemoteMissingError
+from castore.errors import CorruptError, RemoteMissingError
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.remotes import PendingBase, Remotes
@@ -44,7 +44,8 @@ class Base:
         left = [one for one in noted if one.parent != newest]
         if newest is None or not left:
             return kept
-        with suppress(RemoteMissingError):  # a lost commit ends what can be known, as an old one does
+        # A lost commit ends what can be known, as an old one does.
+        with suppress(CorruptError, RemoteMissingError):
             for digest, commit in commits.history(bucket, newest):
                 if found := next((one for one in left if one.commit == digest), None):
                     self._pending.append(found)

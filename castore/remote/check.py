@@ -144,7 +144,7 @@ class _Meant:
                 commit = commits.read_commit(self._bucket, at)
             except (RemoteUnreachableError, RemoteDeniedError):
                 raise
-            except RemoteError as error:
+            except (CorruptError, RemoteError) as error:
                 is_missing = isinstance(error, RemoteMissingError)
                 if is_missing and after is not None and was_cut(self._bucket, at, after):
                     return

@@ -18,7 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 
-from castore.errors import RemoteDeniedError, RemoteError, RemoteMissingError, RemoteUnreachableError
+from castore.errors import (
+    CorruptError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+    RemoteUnreachableError,
+)
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Listed
 from castore.remote.collection_state import (
@@ -180,7 +186,8 @@ class _Run:
         """The commits of a ref that are kept, newest first.
 
         Raises:
-            RemoteMissingError: one is lost. All that is older would be taken for garbage.
+            RemoteMissingError, CorruptError: one is lost, or damaged. All that is older would be taken for
+                garbage.
         """
         kept = 0
         try:
@@ -191,10 +198,10 @@ class _Run:
                 is_recent = commit.time >= now - self._grace
                 if not (is_recent or self._keep_commits is None or kept < self._keep_commits):
                     break
-        except RemoteMissingError as error:
+        except (CorruptError, RemoteMissingError) as error:
             if not kept:
                 raise
-            raise RemoteMissingError(
+            raise type(error)(
                 f"{error}; or end the history of ref {ref!r} before it with --keep-commits {kept}, once the"
                 " commits that are left are older than the grace period"
             ) from error
@@ -284,7 +291,7 @@ class _Run:
                     is_gone = key in doomed
                 except (RemoteDeniedError, RemoteUnreachableError):
                     raise
-                except RemoteError as error:  # it is damaged, perhaps
+                except (CorruptError, RemoteError) as error:
                     parent, is_gone = None, key in doomed or isinstance(error, RemoteMissingError)
                 if is_gone and not has_end:
                     ends[at], has_end = after, True

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from castore.errors import RemoteError, RemoteMissingError, RemoteUnreachableError
+from castore.errors import CorruptError, RemoteError, RemoteMissingError, RemoteUnreachableError
 from castore.records import DIGEST_SIZE
 from castore.remote.bucket import Bucket, Versioned
 from castore.remote.collection_state import was_cut
@@ -65,7 +65,8 @@ def read_commit(bucket: Bucket, digest: bytes) -> Commit:
 
     Raises:
         RemoteMissingError: the bucket has no such commit.
-        RemoteError: its bytes are not those that were written.
+        CorruptError: its bytes are not those that were written.
+        RemoteError: castore did not write them.
     """
     return parse_commit(read_commit_bytes(bucket, digest), digest, bucket)
 
@@ -74,7 +75,7 @@ def read_commit_bytes(bucket: Bucket, digest: bytes) -> bytes:
     """The bytes of a commit's object.
 
     Raises:
-        RemoteMissingError, RemoteError: as for `read_commit`.
+        RemoteMissingError, CorruptError: as for `read_commit`.
     """
     try:
         data = bucket.get(commit_key(digest)).data
@@ -84,7 +85,11 @@ def read_commit_bytes(bucket: Bucket, digest: bytes) -> bytes:
             " a store that has pushed or pulled it"
         ) from error
     if digest_of(data) != digest:
-        raise RemoteError(f"commit {digest.hex()} in {bucket.url} is damaged: its bytes have another digest")
+        raise CorruptError(
+            f"commit {digest.hex()} in {bucket.url} is damaged: its bytes have another digest;"
+            " `castore remote check --repair` uploads it again from a store that has pushed or pulled it",
+            where=commit_key(digest),
+        )
     return data
 
 
@@ -166,7 +171,7 @@ def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
 
     Raises:
         RemoteMissingError: a commit is lost, and with it the way to older ones.
-        RemoteError: a commit's bytes are not those that were written.
+        CorruptError: a commit's bytes are not those that were written.
     """
     at: bytes | None = commit
     after = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from castore import errors
-from castore.errors import CastoreError, ConflictError
+from castore.errors import CastoreError, ConflictError, CorruptError
 
 
 def describe(error: CastoreError | OSError) -> dict[str, Any]:
@@ -15,6 +15,8 @@ def describe(error: CastoreError | OSError) -> dict[str, Any]:
         "kind": known[0] if known else "RemoteError",
         "message": str(error),
         "names": list(getattr(error, "names", ())),
+        "digest": getattr(error, "digest", None),
+        "where": getattr(error, "where", None),
     }
 
 
@@ -23,5 +25,7 @@ def rebuild(described: dict[str, Any]) -> Exception:
     kind = getattr(errors, described["kind"])
     if kind is ConflictError:
         return ConflictError(described["message"], names=tuple(described["names"]))
+    if kind is CorruptError:
+        return CorruptError(described["message"], digest=described["digest"], where=described["where"])
     error: Exception = kind(described["message"])
     return error

@@ -104,7 +104,7 @@ class PageCache:
         """A commit, from the cache or from the bucket.
 
         Raises:
-            RemoteMissingError, RemoteError: as for `commits.read_commit`.
+            RemoteMissingError, CorruptError, RemoteError: as for `commits.read_commit`.
         """
         data = read_cached(self._folder.parent, digest)
         if data is None:

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
-from castore.errors import ConflictError, FullError, RemoteError, RemoteMissingError
+from castore.errors import ConflictError, CorruptError, FullError, RemoteError, RemoteMissingError
 from castore.index import places
 from castore.index.lock_yield import LockYield
 from castore.index.places import RemotePlace
@@ -77,7 +77,7 @@ def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
     try:
         for digest, _ in commits.history(bucket, seen.commit):
             found += [digest] if digest.hex().startswith(start) else []
-    except RemoteMissingError:  # a lost commit hides older ones alone
+    except (CorruptError, RemoteMissingError):  # a lost commit hides older ones alone
         if not found:
             raise
     if len(found) != 1:

@@ -14,7 +14,13 @@ import sys
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
-from castore.errors import InvalidValueError, RemoteDeniedError, RemoteError, RemoteUnreachableError
+from castore.errors import (
+    CorruptError,
+    InvalidValueError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteUnreachableError,
+)
 from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.error_values import rebuild
@@ -163,6 +169,7 @@ class Remote:
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             RemoteMissingError: there is no such ref, commit or prefix.
+            CorruptError: the commit is damaged, or a page of its tree is.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty
                 nor a name.
             InvalidValueError: ``commit`` is no text.
@@ -263,6 +270,7 @@ class Remote:
 
         Raises:
             RemoteMissingError: there is no such ref or commit.
+            CorruptError: that commit is damaged.
             InvalidNameError: ``ref`` cannot be the name of a ref.
             InvalidValueError: ``limit`` is less than 1, or ``commit`` is no text.
         """
@@ -282,6 +290,7 @@ class Remote:
 
         Raises:
             RemoteMissingError: there is no such ref or commit.
+            CorruptError: that commit is damaged.
             InvalidNameError: a ref cannot have that name, or ``prefix`` is neither empty nor a name.
             InvalidValueError: ``old`` or ``new`` is no pair.
         """
@@ -311,6 +320,7 @@ class Remote:
             InvalidValueError: there is no such shard, or ``commit`` is no text.
             FullError: it does not fit into the store's budget.
             RemoteMissingError: there is no such ref, commit or prefix.
+            CorruptError: the commit is damaged, or a page of its tree is.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
         """
         check_shard(shard)
@@ -421,8 +431,9 @@ class Remote:
                 repaired.append(self._push("", ref, "repair", False, bad, progress))
             except (RemoteDeniedError, RemoteUnreachableError):
                 raise
-            except RemoteError:
-                if ref not in without_commit:
+            except (CorruptError, RemoteError) as error:
+                of_store = isinstance(error, CorruptError) and not (error.where or "").startswith(COMMITS)
+                if of_store or ref not in without_commit:
                     raise
         return repaired
 

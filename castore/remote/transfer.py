@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from castore.errors import CastoreError, RemoteError, RemoteMissingError
+from castore.errors import CastoreError, CorruptError, RemoteError, RemoteMissingError
 from castore.parts import Parts
 from castore.remote import commits, marker
 from castore.remote.background_work import BackgroundWork
@@ -175,7 +175,7 @@ class _Call:
                 found.append({"commit": digest.hex(), **fields})
                 if len(found) == limit:
                     break
-        except RemoteMissingError:  # `check` says which commit is lost; those after it are of use
+        except (CorruptError, RemoteMissingError):  # `check` names that commit; those after it are of use
             if not found:
                 raise
         return found

@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 
-from castore import InvalidValueError, Remote, RemoteDeniedError, RemoteError, RemoteMissingError, Store
+from castore import (
+    CorruptError,
+    InvalidValueError,
+    Remote,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+    Store,
+)
 from castore.remote.urls import open_bucket
-from tests.helpers import noise
+from tests.helpers import flip, noise
 from tests.remote.nodes import know, move
 from tests.remote.servers import READER, READERS_SECRET, Place, environment
 from tests.remote.test_transfer import ENVIRONMENT
@@ -126,7 +134,7 @@ def test_the_newest_commit_comes_back_from_a_store_that_has_read_it(
         path = bucket / "commits" / newest.commit
         path.unlink() if how == "gone" else path.write_bytes(b"{}")
         stranger = know(Store(tmp_path / "stranger", memory=0), "team", remote.url)
-        with pytest.raises(RemoteError, match=newest.commit):
+        with pytest.raises((CorruptError, RemoteMissingError), match=newest.commit):
             stranger.pull()
         assert [problem.key for problem in stranger.check().problems] == [f"commits/{newest.commit}"]
         assert [one.ref for one in stranger.repair(stranger.check())] == ["second"]  # it has nothing to give
@@ -203,25 +211,32 @@ def test_objects_that_only_older_commits_need_are_listed_apart(
     assert remote.check().history == [problem]
 
 
+@pytest.mark.parametrize("how", ["gone", "damaged"])
 def test_a_lost_commit_between_others_is_a_problem_and_stops_the_collector(
-    store: Store, remote: Remote, bucket: Path, tmp_path: Path
+    store: Store, remote: Remote, bucket: Path, tmp_path: Path, how: str
 ) -> None:
     for number in range(2):
         store.put("large", noise(2_000_000, 20 + number))
         remote.push()
     newest, lost, oldest = remote.log()
-    (bucket / "commits" / lost.commit).unlink()
+    error: type[Exception]
+    if how == "gone":
+        (bucket / "commits" / lost.commit).unlink()
+        error, why = RemoteMissingError, "it is missing, and only through it can older commits be found"
+    else:
+        flip(bucket / "commits" / lost.commit, 40)
+        error, why = CorruptError, "its bytes have another digest"
     with Store(tmp_path / "other", memory=0) as other:
         team = know(other, "team", remote.url)
         team.pull()
         [problem] = team.check().problems
         assert (problem.ref, problem.key) == ("main", f"commits/{lost.commit}")
-        assert "only through it can older commits be found" in problem.why
+        assert why in problem.why
         assert team.log() == [newest]
         assert team.pull(commit=newest.commit[:8]).commit == newest.commit
-        with pytest.raises(RemoteMissingError, match=lost.commit):
+        with pytest.raises(error, match=lost.commit):
             team.pull(commit=oldest.commit[:8])
-        with pytest.raises(RemoteMissingError, match=r"history of ref 'main' .* --keep-commits 1, once"):
+        with pytest.raises(error, match=r"history of ref 'main' .* --keep-commits 1, once"):
             team.gc(dry_run=True)
         assert team.repair(team.check()) != []
         assert team.check().problems == [problem], "it has nothing to give"

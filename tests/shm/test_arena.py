@@ -91,6 +91,7 @@ def test_children_of_every_start_method_share_records_tables_and_counters(method
         here, there = context.Pipe()
         child = context.Process(target=_write_and_count, args=(arena, there))
         child.start()
+        there.close()  # so that the end of a child that failed is seen
         assert here.recv() == b"from the parent"
         child.join(60)
         assert child.exitcode == 0

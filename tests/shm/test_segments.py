@@ -48,6 +48,7 @@ def test_children_of_every_start_method_share_the_bytes(method: str, name: str) 
     here, there = context.Pipe()
     child = context.Process(target=_double, args=(segment, there))
     child.start()
+    there.close()  # so that the end of a child that failed is seen
     assert here.recv() == b"\x05abc"
     assert here.recv() is False
     child.join(120)
@@ -155,6 +156,7 @@ def test_what_a_killed_process_left_is_cleared_by_the_next_run(name: str) -> Non
     here, there = context.Pipe()
     child = context.Process(target=_hold_until_killed, args=(name, there))
     child.start()
+    there.close()
     assert here.recv() == "held"
     assert is_alive(name)
     assert name not in clear_dead(), "a living process's segment was cleared"
@@ -234,6 +236,7 @@ def test_processes_that_come_and_go_never_meet_a_broken_segment(name: str) -> No
     for _ in range(4):
         here, there = context.Pipe()
         context.Process(target=_join_and_count, args=(name, 200, there)).start()
+        there.close()
         pipes.append(here)
     assert [pipe.recv() for pipe in pipes] == ["done"] * 4
     assert held.buffer[:8].cast("Q")[0] == 800
@@ -242,6 +245,7 @@ def test_processes_that_come_and_go_never_meet_a_broken_segment(name: str) -> No
     for _ in range(4):
         here, there = context.Pipe()
         context.Process(target=_join_and_count, args=(name, 200, there)).start()
+        there.close()
         pipes.append(here)
     assert [pipe.recv() for pipe in pipes[4:]] == ["done"] * 4
     for child in multiprocessing.active_children():

@@ -103,13 +103,8 @@ def run(store: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, in this process. A watcher that runs on needs one of its own."""
     command = castore(store, *words)
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
-            code = main(command[3:])
-    finally:
-        for number, handler in handlers.items():  # a watcher that refuses has set its own
-            signal.signal(number, handler)
+    with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        code = main(command[3:])
     out, err = (stream.buffer.getvalue().decode() for stream in streams)
     return subprocess.CompletedProcess(command, code, out, err)
 

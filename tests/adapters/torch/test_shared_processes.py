@@ -184,6 +184,7 @@ def test_workers_that_set_one_slot_at_once_raise_nothing_and_the_first_stays(dim
     for value in range(3):
         here, there = FORK.Pipe()
         _start(_set_at_once, cache, barrier, value, there)
+        there.close()
         pipes.append(here)
     assert [pipe.recv() for pipe in pipes] == [None] * 3
     for child in multiprocessing.active_children():
@@ -337,6 +338,7 @@ def _ranks(environments: list[dict[str, str]], limits: list[str]) -> list[Any]:
     for environment, limit in zip(environments, limits, strict=True):
         here, there = FORK.Pipe()
         _start(_rank, there, environment, limit, turn)
+        there.close()
         pipes.append(here)
     found = [pipe.recv() if pipe.poll(300) else None for pipe in pipes]
     for child in multiprocessing.active_children():
