@@ -1,11 +1,14 @@
-"""Steps in blocks, over an input that is edited at random: results are those of plain `datasets`, and only
-blocks that an edit touched run.
+"""Steps in blocks, over an input that is edited at random, in runs that are killed at random: results are
+those of plain `datasets`, and only blocks that an edit touched run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, w
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.table_digest import table_digest
-from tests.adapters.datasets.small_blocks import small_blocks, told
+from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
 from tests.helpers import LONG, flip, payload
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800 if LONG else 600)]
@@ -42,6 +45,7 @@ class Ran:
         return "Ran"
 
     def __call__(self, rows: int = 1) -> None:
+        sys.audit("tests.ran")
         os.write(self.file, b"." * rows)
 
 
@@ -128,6 +132,23 @@ _FEATURES = datasets.Features(
         "words": datasets.List(datasets.Value("string")),
     }
 )
+
+
+def die_with_workers(moment: int) -> None:
+    """Kill this process and its children at their call number ``moment`` of those that run a row, or open,
+    rename, link, lock or remove a file.
+    """
+    os.setsid()
+    left = moment
+
+    def count(event: str, _: object) -> None:
+        nonlocal left
+        if event == "tests.ran" or event in ("open", "os.rename", "os.link", "os.remove", "fcntl.flock"):
+            left -= 1
+            if left < 0:
+                os.killpg(0, signal.SIGKILL)
+
+    sys.addaudithook(count)
 
 
 def outcome(make: Callable[[], Any]) -> Any:
@@ -265,18 +286,12 @@ class Edits(RuleBasedStateMachine):
         fresh=st.sampled_from([False] * 9 + [True]),
     )
     def run(self, name: str, parameter: int, shape: int, num_proc: int, fresh: bool) -> None:
-        operator, kind, options, cut_rule = STEPS[name]
-        data, options = self.input(shape), {**options, "writer_batch_size": _FIRST}
-        plain = outcome(
-            lambda: getattr(data, kind)(operator(parameter), load_from_cache_file=False, **options)
-        )
-        step = cached_map if kind == "map" else cached_filter
+        cut_rule = STEPS[name][-1]
+        data = self.input(shape)
+        plain = self._plain(name, parameter, data)
         before = self.counter.stat().st_size
         more: dict[str, Any] = {"load_from_cache_file": False} if fresh else {}
-        made = self._quietly(
-            lambda: step(data, operator(parameter), store=self.store, num_proc=num_proc, **options, **more)
-        )
-        assert made == plain
+        assert self._cached(name, parameter, data, num_proc=num_proc, **more) == plain
         count = self.counter.stat().st_size - before
         if not isinstance(plain, dict) or not len(data):
             return
@@ -301,6 +316,44 @@ class Edits(RuleBasedStateMachine):
             found.append((first, block))
             first += len(block)
         return found
+
+    @rule(
+        name=st.sampled_from(sorted(STEPS)),
+        parameter=st.sampled_from([0, 1, 1, 1, 2]),
+        shape=st.integers(0, 3),
+        num_proc=st.sampled_from([1] * 4 + [2]),
+        moment=st.integers(0, 250),
+        parts=st.booleans(),
+    )
+    def run_killed(
+        self, name: str, parameter: int, shape: int, num_proc: int, moment: int, parts: bool
+    ) -> None:
+        """A run that is killed, unless it ends before, and another one behind it."""
+        data = self.input(shape)
+        plain = self._plain(name, parameter, data)
+        wait()
+        with slow_blocks(4) if parts else contextlib.nullcontext():
+            if not (child := os.fork()):
+                try:
+                    tempfile.tempdir = self.folder.name  # what a killed pool leaves
+                    die_with_workers(moment)
+                    self._cached(name, parameter, data, num_proc=num_proc)
+                    wait()
+                finally:
+                    os._exit(0)
+            assert os.waitpid(child, 0)[1] in (0, signal.SIGKILL)
+            assert self._cached(name, parameter, data) == plain
+
+    def _plain(self, name: str, parameter: int, data: datasets.Dataset) -> Any:
+        operator, kind, options, _ = STEPS[name]
+        options = {**options, "writer_batch_size": _FIRST, "load_from_cache_file": False}
+        return outcome(lambda: getattr(data, kind)(operator(parameter), **options))
+
+    def _cached(self, name: str, parameter: int, data: datasets.Dataset, **more: Any) -> Any:
+        operator, kind, options, _ = STEPS[name]
+        step = cached_map if kind == "map" else cached_filter
+        options = {**options, "writer_batch_size": _FIRST, "store": self.store, **more}
+        return self._quietly(lambda: step(data, operator(parameter), **options))
 
     @rule(parameter=st.sampled_from([0, 1, 2]), shape=st.integers(0, 2))
     def run_chain(self, parameter: int, shape: int) -> None:
