@@ -62,7 +62,8 @@ def main(arguments: list[str]) -> int:
         f"{platform.python_version()}"
     )
     figures = Figures(_PAGE, f"{today}, {where}")
-    return int(pytest.main(["tests", "-m", "torture or matrix", "-v", *arguments], plugins=[figures]))
+    chosen = ["tests", "-m", "torture or matrix", "-v", "-o", "faulthandler_timeout=0"]
+    return int(pytest.main([*chosen, *arguments], plugins=[figures]))
 
 
 if __name__ == "__main__":

@@ -173,9 +173,10 @@ def _run_cached(
     blocks = _in_blocks(kind, dataset, function, arguments, given, counted, rowwise=rowwise)
     is_small = not can_cut(dataset, small=store.is_shared)
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
-    return step_runner.run_or_load(
+    step = step_runner.step_name(name, digits)
+    outcome = step_runner.run_or_load(
         store,
-        step_runner.step_name(name, digits),
+        step,
         make,
         {**record, "parts": description.parts},
         options,
@@ -184,7 +185,8 @@ def _run_cached(
         blocks=blocks,
         only_if_slow=is_small and blocks is not None and blocks.num_proc == 1,
         info=dataset.info,
-    ).dataset
+    )
+    return step_runner.without_large_file(store, step, outcome, dataset.info).dataset
 
 
 def _in_blocks(

@@ -538,6 +538,7 @@ class _Run:
                 self._deduplicator(step, fingerprint)
                 if is_deduplicator else self._step_maker(step.number, fingerprint)
             )  # fmt: skip
+            info = _description(self._dataset)
             outcome = step_runner.run_or_load(
                 store,
                 step.name,
@@ -548,8 +549,10 @@ class _Run:
                 temp_dir=pipeline.temp_dir,
                 blocks=self.in_blocks(step, small=True),
                 only_if_slow=self.in_blocks(step) is None and (pipeline.num_proc or 1) == 1,
-                info=_description(self._dataset),
+                info=info,
             )
+            if step is planned[-1]:
+                outcome = step_runner.without_large_file(store, step.name, outcome, info)
             if is_deduplicator and not outcome.hit and self._hashed is not None:
                 outcome = outcome._replace(
                     rows_reused=self._hashed.rows_reused, seconds_saved=self._hashed.seconds_saved
@@ -649,7 +652,7 @@ class _Run:
         rows, began = len(self._dataset), time.perf_counter()
         self._meter.begin(number, rows)
         make = partial(self._step_maker(number, fingerprint), called=None)
-        self._dataset = step_runner.run_step(self._store, make, fingerprint, self._pipeline.temp_dir)
+        self._dataset, _ = step_runner.run_step(self._store, make, fingerprint, self._pipeline.temp_dir)
         self._drop_unused()
         step, seconds = self._pipeline.steps[number], time.perf_counter() - began
         return StepReport(step.name, step.kind, False, rows, len(self._dataset), seconds, 0, 0, "")

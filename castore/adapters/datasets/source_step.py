@@ -60,7 +60,7 @@ def open_input(
         fingerprint = fingerprint_of_key(key)
 
         def run() -> datasets.Dataset:
-            return step_runner.run_step(store, lambda file: read(file.parent), fingerprint, temp_dir)
+            return step_runner.run_step(store, lambda file: read(file.parent), fingerprint, temp_dir)[0]
 
         return dataset_of_key(key, run) if lazy else run()
     name = step_runner.step_name("source", key)

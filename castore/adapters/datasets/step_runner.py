@@ -62,6 +62,8 @@ STEPS_FOLDER = "steps"
 _VERSION = 1
 # Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
+#: Bytes of a result up to which its uncompressed file may stay for as long as the program runs.
+SMALL_FILE_BYTES = 64 << 20
 _NAME_LENGTH = 60
 # In a record: the parts of the result's description that are not its input's.
 _OWN_INFO = "own_info"
@@ -84,6 +86,7 @@ class StepOutcome(NamedTuple):
         size: the result's size in the store, once it is there; None if the result could not be stored.
         rows_reused: rows of the input that did not have to be run.
         seconds_saved: time that those rows took when they ran.
+        folder: of the uncompressed files that the dataset is mapped from; None where there are none.
     """
 
     dataset: datasets.Dataset
@@ -92,6 +95,7 @@ class StepOutcome(NamedTuple):
     size: Future[dataset_entries.DatasetSize | None]
     rows_reused: int = 0
     seconds_saved: float = 0.0
+    folder: Path | None = None
 
 
 def store_or_default(given: Store | None) -> Store:
@@ -258,7 +262,7 @@ def _run_as_one(
         if not fresh and (hit := load_step(store, name, info)) is not None:
             return hit
         began = time.perf_counter()
-        dataset = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
+        dataset, folder = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
         seconds = time.perf_counter() - began
         record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
         if info is not None and (own := other_fields(dataset.info, info)):
@@ -282,7 +286,7 @@ def _run_as_one(
 
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
-    coming = pending_puts.submit(store.path, name, snapshot, record, put)
+    coming = pending_puts.submit(store.path, name, snapshot, record, put, folder)
     return _pending_outcome(coming, info, hit=False)
 
 
@@ -335,7 +339,33 @@ def _pending_outcome(
     _describe(dataset, coming.record, info)
     reused = coming.record["rows_in"] if hit else 0
     saved = work_seconds(coming.record) if hit else 0.0
-    return StepOutcome(dataset, hit, coming.record, coming.size, reused, saved)
+    return StepOutcome(dataset, hit, coming.record, coming.size, reused, saved, coming.folder)
+
+
+def without_large_file(
+    store: Store, name: str, outcome: StepOutcome, info: datasets.DatasetInfo | None
+) -> StepOutcome:
+    """The same result, but read from the store if its uncompressed files are large: no budget counts them.
+
+    Waits until it is stored. A result that cannot be stored keeps its files.
+
+    Args:
+        store, name, info: as for `load_step`.
+        outcome: the result.
+    """
+    folder = outcome.folder
+    if folder is None or _bytes_in(folder) <= SMALL_FILE_BYTES or outcome.size.result() is None:
+        return outcome
+    if (kept := load_step(store, name, info)) is None:
+        return outcome
+    shutil.rmtree(folder, ignore_errors=True)
+    return outcome._replace(dataset=kept.dataset, folder=None)
+
+
+def _bytes_in(folder: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):  # another thread has the result as well
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
 
 
 def run_step(
@@ -343,8 +373,12 @@ def run_step(
     make: Callable[[Path], datasets.Dataset],
     fingerprint: str | None,
     temp_dir: str | os.PathLike[str] | None,
-) -> datasets.Dataset:
-    """Run a step; its result gets that fingerprint, and its file is removed if the step fails."""
+) -> tuple[datasets.Dataset, Path]:
+    """Run a step; its result gets that fingerprint.
+
+    Returns:
+        The result, and the folder of its uncompressed files, which is removed if the step fails.
+    """
     file = scratch.new_file(store, temp_dir)
     try:
         dataset = make(file)
@@ -362,4 +396,4 @@ def run_step(
     dataset = own_copy(dataset)
     if fingerprint is not None:
         dataset._fingerprint = fingerprint
-    return dataset
+    return dataset, file.parent

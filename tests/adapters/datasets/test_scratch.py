@@ -4,15 +4,20 @@ dead process.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import scratch
+from castore.adapters.datasets import Pipeline, cached_filter, cached_map, scratch, step_runner, wait
+from castore.errors import CacheWarning
 from castore.repair import doctor
 from tests.warm import Started, WarmPython
 
@@ -44,6 +49,80 @@ def start(store: Store, warm_datasets: WarmPython) -> Iterator[Start]:
     for process in running:
         process.kill()
         process.communicate()
+
+
+def uncompressed(store: Store) -> int:
+    """Bytes of files below `work`."""
+    return sum(path.stat().st_size for path in (store.path / "work").rglob("*") if path.is_file())
+
+
+class Reverses:
+    """Needs all rows."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __castore_key__(self) -> str:
+        return "Reverses"
+
+    def __call__(self, samples: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        self.calls += 1
+        return {"text": samples["text"][::-1]}
+
+
+def test_a_large_result_of_one_piece_is_read_from_the_store_and_leaves_no_uncompressed_file(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = datasets.Dataset.from_dict({"text": [f"{number} " * 40 for number in range(2000)]})
+    whole: dict[str, Any] = {"batched": True, "batch_size": None}
+    plain = data.map(Reverses(), **whole, load_from_cache_file=False)
+    monkeypatch.setattr(step_runner, "SMALL_FILE_BYTES", 1 << 30)
+    function = Reverses()
+    small = cached_map(data, function, store=store, **whole)
+    wait()
+    assert uncompressed(store) > 300_000
+    del small
+    store.delete_many([entry.name for entry in store.entries()])
+    monkeypatch.setattr(step_runner, "SMALL_FILE_BYTES", 100_000)
+    before = uncompressed(store)
+    large = cached_map(data, function, store=store, **whole)
+    assert uncompressed(store) == before
+    assert large[:] == plain[:]
+    assert (large.features, large.format, large.split) == (plain.features, plain.format, plain.split)
+    assert copy.copy(large)[1999] == pickle.loads(pickle.dumps(large))[1999] == plain[1999]
+    again = cached_map(data, function, store=store, **whole)
+    assert function.calls == 2
+    assert again._fingerprint == large._fingerprint
+    kept = cached_filter(large, lambda sample: sample["text"][0] != "1", store=store)
+    assert kept[:] == plain.filter(lambda sample: sample["text"][0] != "1", load_from_cache_file=False)[:]
+
+
+def test_a_pipeline_whose_last_step_runs_in_one_piece_leaves_no_large_file(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_runner, "SMALL_FILE_BYTES", 1000)
+    data = datasets.Dataset.from_dict({"text": [f"{number} " * 40 for number in range(500)]})
+
+    def shout(sample: dict[str, str]) -> dict[str, str]:
+        return {"text": sample["text"].upper()}
+
+    result = Pipeline([shout, shout], store=store).run(data)
+    assert uncompressed(store) == 0
+    assert result.dataset[:] == data.map(shout, load_from_cache_file=False)[:]
+    assert result.steps[-1].stored > 0
+
+
+def test_a_large_result_that_the_store_cannot_keep_stays_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_runner, "SMALL_FILE_BYTES", 1000)
+    data = datasets.Dataset.from_dict({"text": [f"{number} " * 400 for number in range(500)]})
+    with Store(tmp_path / "store", memory=0, max_size=1000) as store:
+        found = cached_map(data, Reverses(), store=store, batched=True, batch_size=None)
+        assert found["text"][:] == data["text"][::-1]
+        with pytest.warns(CacheWarning, match="was not stored"):
+            wait()
+        assert uncompressed(store) > 100_000
 
 
 def test_gc_removes_what_a_killed_process_left_and_nothing_else(store: Store, start: Start) -> None:
