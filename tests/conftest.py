@@ -6,37 +6,19 @@ import atexit
 import gc
 import multiprocessing
 import os
-import re
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from castore import Store
 from tests.helpers import LONG
-from tests.warm import DATASETS, TORCH, WarmPython
 
-#: Modules that most commands of the command line use, and the processes that castore starts.
-_COMMANDS = (
-    "castore.cli.commands",
-    "castore.cli.std_streams",
-    "castore.store",
-    "castore.remote.remote",
-    "castore.remote.transfer",
-    "castore.remote.result_sharing",
-    "castore.remote.page_trim",
-    "castore_fuse.api",
-    "castore_fuse.daemon",
-    "castore_fuse.operations",
-    "castore_fuse.view",
-)
+pytest_plugins = ["tests.temporary_folders", "tests.warm_fixtures"]
 
 # A shell that starts this run in the background has it ignore Ctrl-C, and every process that the tests start
 # inherits that.
@@ -122,62 +104,6 @@ def _signals_act_as_before() -> Iterator[None]:
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-_PASSED = pytest.StashKey[bool]()
-#: Seconds from one removal of folders of tests to the next.
-_REMOVAL_SECONDS = 60.0
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note for `tmp_path` whether a test has passed."""
-    report = yield
-    if call.when == "call":
-        item.stash[_PASSED] = report.passed
-    return report
-
-
-class _DoneWith:
-    """The folders of tests that have passed, which go together once a minute.
-
-    An ext4 without a journal looks at every inode that was freed in the last five seconds before it takes a
-    new one. Where each test removed its files at once, that took a sixteenth of a run's processor time.
-    """
-
-    def __init__(self) -> None:
-        self._folders: list[Path] = []
-        self._begun = time.monotonic()
-
-    def add(self, folder: Path) -> None:
-        self._folders.append(folder)
-        if time.monotonic() > self._begun + _REMOVAL_SECONDS:
-            self.remove()
-
-    def remove(self) -> None:
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        self._folders, self._begun = [], time.monotonic()
-
-
-@pytest.fixture(scope="session")
-def _done_with() -> Iterator[_DoneWith]:
-    folders = _DoneWith()
-    yield folders
-    folders.remove()
-
-
-@pytest.fixture
-def tmp_path(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _done_with: _DoneWith
-) -> Iterator[Path]:
-    """A folder of a test's own, as pytest's; that of a test that has failed stays."""
-    path = tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name)[:30])
-    yield path
-    if request.node.stash.get(_PASSED, False):
-        _done_with.add(path)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """A new store without a RAM tier, so that every read reaches the disk."""
@@ -193,60 +119,6 @@ def small_process() -> Iterator[ProcessPoolExecutor]:
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield pool
-
-
-#: The modules of the processes that start others, by the name of the fixture that has one.
-_WARM = {"warm_datasets": DATASETS, "warm_torch": TORCH, "warm_castore": _COMMANDS}
-_STARTED = pytest.StashKey[dict[str, WarmPython]]()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Have all workers of pytest-xdist use the same ones."""
-    started = node.config.stash.setdefault(_STARTED, {})
-    for name, modules in _WARM.items():
-        if name not in started:
-            started[name] = WarmPython(modules)
-    node.workerinput["castore_warm"] = {name: warm.address for name, warm in started.items()}
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End those that were started for workers."""
-    for warm in config.stash.get(_STARTED, {}).values():
-        warm.close()
-
-
-def _warm(config: pytest.Config, name: str) -> Iterator[WarmPython]:
-    addresses: dict[str, str] = getattr(config, "workerinput", {}).get("castore_warm", {})
-    warm = WarmPython(_WARM[name], addresses.get(name, ""))
-    yield warm
-    warm.close()
-
-
-@pytest.fixture(scope="session")
-def warm_datasets(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
-    """Starts processes that have imported `datasets`."""
-    yield from _warm(pytestconfig, "warm_datasets")
-
-
-@pytest.fixture(scope="session")
-def warm_torch(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
-    """Starts processes that have imported torch."""
-    yield from _warm(pytestconfig, "warm_torch")
-
-
-@pytest.fixture(scope="session")
-def warm_castore(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
-    """Starts processes that have imported castore and its command line."""
-    yield from _warm(pytestconfig, "warm_castore")
-
-
-@pytest.fixture
-def forked_processes(warm_castore: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the processes that castore starts (transfers, fetchers, mounts) forked from one that has imported
-    it, and those that they start too.
-    """
-    monkeypatch.setattr(sys, "executable", os.fspath(warm_castore.executable))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pwd
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -57,16 +56,17 @@ def until(true: Callable[[], bool], seconds: float = 180.0) -> None:
 
 @pytest.fixture
 def anybody() -> Iterator[tuple[Path, str]]:
-    """A folder of the user nobody, and that name. /dev/fuse has the mode that distributions set."""
+    """A folder of the user nobody, and that name.
+
+    /dev/fuse has the mode that distributions set, and keeps it: another test may need it.
+    """
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     folder = Path(tempfile.mkdtemp(prefix="castore-nobody-"))
     user = pwd.getpwnam("nobody")
     os.chown(folder, user.pw_uid, user.pw_gid)
-    mode = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
     os.chmod("/dev/fuse", 0o666)
     yield folder, user.pw_name
-    os.chmod("/dev/fuse", mode)
     if mountpoints.mount_at(folder / "mnt"):
         mountpoints.detach(folder / "mnt", lazy=True)
     shutil.rmtree(folder)

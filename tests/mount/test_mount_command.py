@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -25,17 +26,22 @@ def installed() -> Iterator[None]:
     """Install the helper and the command where mount(8) looks for them."""
     if os.geteuid() != 0:
         pytest.skip("installing there is for root")
-    if HELPER.exists() or COMMAND.exists():
-        pytest.skip(f"{HELPER} or {COMMAND} is installed already")
-    path = os.pathsep.join(filter(None, sys.path))
+    folder = os.open(HELPER.parent, os.O_RDONLY)
     try:
-        shutil.copy(FUSE / "mount.fuse.castore", HELPER)
-        COMMAND.write_text(f'#!/bin/sh\nPYTHONPATH="{path}" exec "{sys.executable}" -m castore "$@"\n')
-        COMMAND.chmod(0o755)
-        yield
+        fcntl.flock(folder, fcntl.LOCK_EX)  # one such test at a time, of all workers and runs
+        if HELPER.exists() or COMMAND.exists():
+            pytest.skip(f"{HELPER} or {COMMAND} is installed already")
+        path = os.pathsep.join(filter(None, sys.path))
+        try:
+            shutil.copy(FUSE / "mount.fuse.castore", HELPER)
+            COMMAND.write_text(f'#!/bin/sh\nPYTHONPATH="{path}" exec "{sys.executable}" -m castore "$@"\n')
+            COMMAND.chmod(0o755)
+            yield
+        finally:
+            HELPER.unlink()
+            COMMAND.unlink(missing_ok=True)
     finally:
-        HELPER.unlink()
-        COMMAND.unlink(missing_ok=True)
+        os.close(folder)
 
 
 def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

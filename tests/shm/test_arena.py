@@ -21,6 +21,7 @@ import pytest
 from castore.errors import FullError, SegmentError
 from castore.shm.arena import Arena, Layout, Table
 from castore.shm.extents import Extents
+from castore.shm.free_space import SHM
 from castore.shm.segments import LAYOUT_VERSION, path_of
 from castore.shm.shared_frames import SharedFrames, segment_name
 
@@ -128,22 +129,25 @@ def held_by_another_process(name: str, header: bytes) -> Iterator[None]:
     pid = os.fork()
     if not pid:
         try:
-            with open(path_of(name), "wb") as file:
+            # Nothing at that path may be without a lock: any process of this machine would clear it.
+            other = SHM / f"test {name}"
+            with open(other, "wb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)
                 file.write(header.ljust(8192, b"\0"))
                 file.flush()
+                other.rename(path_of(name))
                 os.write(there, b"x")
                 signal.pause()
         finally:
             os._exit(1)
+    os.close(there)
     try:
-        assert os.read(here, 1) == b"x"
+        assert os.read(here, 1) == b"x", "it failed"
         yield
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(here)
-        os.close(there)
         path_of(name).unlink(missing_ok=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from castore.errors import FullError, InvalidValueError, SegmentError
-from castore.shm.free_space import memory_free, shm_free, shm_size
+from castore.shm.free_space import SHM, memory_free, shm_free, shm_size
 from castore.shm.segments import Segment, clear_dead, is_alive, path_of
 
 METHODS = ("fork", "forkserver", "spawn")
@@ -254,8 +254,10 @@ def test_processes_that_come_and_go_never_meet_a_broken_segment(name: str) -> No
 
 def test_another_users_segment_is_an_error_that_says_whose(name: str) -> None:
     path = path_of(name)
-    path.write_bytes(b"not ours")
-    os.chown(path, 12345, 12345)
+    other = SHM / f"test {name}"  # as long as it is ours, any process of this machine may clear it
+    other.write_bytes(b"not ours")
+    os.chown(other, 12345, 12345)
+    other.rename(path)
     try:
         with pytest.raises(SegmentError, match=r"belongs to user 12345, not to user 0"):
             Segment(name, 100, {})
