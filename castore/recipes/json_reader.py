@@ -162,6 +162,7 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
         if self.info.features is None:
             return super()._cast_table(table, json_field_paths=json_field_paths)
         schema = self.info.features.arrow_schema
-        Neighbours(schema).check_fits(table.schema)
+        # Here, for the table that `cast_tables` gets has all columns, in the order of the features.
+        (self.around or Neighbours(schema)).check_fits(table.schema)
         with add_column(table, schema):
             return super()._cast_table(table, json_field_paths=json_field_paths)

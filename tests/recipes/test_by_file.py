@@ -18,7 +18,7 @@ from unittest import mock
 
 import datasets
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from castore import Store
@@ -311,6 +311,7 @@ def test_files_behind_another_column_that_depend_on_each_other_are_tried_once(re
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example([{"c": 1}, {"b": 1}, {"a": 1, "b": 1}], [{0, 2}, {0, 1, 2}])
 @given(
     st.lists(
         st.dictionaries(st.sampled_from("abcd"), st.sampled_from([1, 0.5, None, [], [1.5]]), max_size=3),
