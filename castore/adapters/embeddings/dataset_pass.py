@@ -27,7 +27,7 @@ from castore.adapters.embeddings.key_table import key_digests
 from castore.adapters.embeddings.shard_commit import NewRows
 from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_name
 from castore.adapters.embeddings.table_fill import Filling
-from castore.adapters.embeddings.table_identity import item_key
+from castore.adapters.embeddings.table_identity import extracted_key
 from castore.errors import InvalidValueError
 from castore.store import Store
 
@@ -373,7 +373,7 @@ class KeyedCollate:
         """Extracted keys, by encoder and call."""
         return {
             (encoder, number): [
-                item_key((number, self._extractors[encoder](call.feature(sample)))) for sample in samples
+                extracted_key(self._extractors[encoder], call.feature(sample), number) for sample in samples
             ]
             for encoder, number, call in self._calls
         }

@@ -24,7 +24,13 @@ from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensor
 from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
 from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
-from castore.adapters.embeddings.table_identity import code_digest, encoder_digest, item_key, table_name
+from castore.adapters.embeddings.table_identity import (
+    code_digest,
+    encoder_digest,
+    extracted_key,
+    item_key,
+    table_name,
+)
 from castore.errors import CacheWarning, InvalidValueError
 
 _CPU = torch.device("cpu")
@@ -231,7 +237,7 @@ class CachedEncoder(nn.Module):
             return item_key((args, kwargs), f"an item that the encoder {self.name!r} is fed")
         *given, named = _only_item(layout, item)
         features = [*given, *named.values()]
-        return item_key(self._extractor(features[0] if len(features) == 1 else features))
+        return extracted_key(self._extractor, features[0] if len(features) == 1 else features)
 
     def _device(self, default: torch.device) -> torch.device:
         """The encoder's device; ``default`` if it has no weights."""

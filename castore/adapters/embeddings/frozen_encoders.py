@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from castore.errors import InvalidValueError
-from castore.keys.bytecode import steps
+from castore.keys.bytecode import codes, steps
 
 
 def why_not_frozen(encoder: Any) -> str | None:
@@ -82,9 +82,9 @@ def _used_modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def _outer_values(function: types.FunctionType) -> dict[str, Any]:
-    """The values of a function's global and enclosing names."""
+    """The values of a function's global and enclosing names, also of functions and comprehensions inside."""
     code, cells = function.__code__, function.__closure__ or ()
-    names = [argument for opname, argument in steps(code) if opname == "LOAD_GLOBAL"]
+    names = _global_names(code)
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(code.co_freevars, cells, strict=True):
         with suppress(ValueError):  # the enclosing function has not assigned it yet
@@ -92,8 +92,15 @@ def _outer_values(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    loads = (step for inner in codes(code) for step in steps(inner))
+    return tuple(dict.fromkeys(argument for opname, argument in loads if opname == "LOAD_GLOBAL"))
+
+
 class ChangeDetector:
-    """Cheap signs of a changed encoder: its weights' addresses and versions, a function's outer names.
+    """Cheap signs of a changed encoder: its weights' addresses and versions, and whether they are trained; a
+    function's outer names.
 
     Settings of its modules are not noticed, nor objects that a function reaches through other objects.
     """
@@ -135,10 +142,11 @@ def _weights(encoder: Any) -> list[torch.Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _write_state(tensor: torch.Tensor) -> tuple[int, int]:
-    """A tensor's address, and the number of writes to it, as far as torch counts them."""
+def _write_state(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """A tensor's address, the number of writes that torch has counted, and whether it is trained."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.data_ptr() if plain else id(tensor), 0 if tensor.is_inference() else tensor._version
+    writes = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr() if plain else id(tensor), writes, tensor.requires_grad
 
 
 def _differs_in_training(module: nn.Module) -> bool:

@@ -221,6 +221,13 @@ def streaming_loader(loader: DataLoader[Any], collate: StreamingCollate) -> Data
     return _copy_loader(loader, collate_fn=collate)
 
 
+def is_cached(loader: DataLoader[Any]) -> bool:
+    """Whether a loader is one of those that are made here."""
+    return isinstance(loader.dataset, JoinedDataset) or isinstance(
+        loader.collate_fn, ReplacedCollate | StreamingCollate
+    )
+
+
 def _copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """A copy of a loader, of any class, that draws the same random numbers in the same order."""
     changed = copy.copy(loader)

@@ -42,6 +42,7 @@ from castore.adapters.embeddings.loaders import (
     SampleKeys,
     StreamingCollate,
     collate_first_samples,
+    is_cached,
     joined_loader,
     replaced_loader,
     streaming_loader,
@@ -90,10 +91,10 @@ def cache_embeddings(
         UnhashableError: an encoder, a dataset or the collate function has no fingerprint; the message names
             it.
     """
-    loaders = {"train": train_loader, "val": val_loader}
+    loaders = {"train": train_loader, **({} if val_loader is None else {"val": val_loader})}
     cached = cache_loaders(
         model,
-        {role: loader for role, loader in loaders.items() if loader is not None},
+        loaders,
         config or CacheConfig(),
         encoders,
         store,
@@ -137,6 +138,10 @@ def _check_kinds(loaders: Mapping[str, object], config: object) -> None:
     for role, loader in loaders.items():
         if not isinstance(loader, DataLoader):
             raise InvalidValueError(f"the {role} loader is a {type(loader).__name__}; give a DataLoader")
+        if is_cached(loader):
+            raise InvalidValueError(
+                f"the {role} loader comes from cache_embeddings; give the loader that it was made from"
+            )
     if not isinstance(config, CacheConfig):
         raise InvalidValueError(f"config is a {type(config).__name__}; give a CacheConfig")
 

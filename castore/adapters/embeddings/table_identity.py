@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import nn
 
 from castore.adapters.torch import ADVICE, key_and_doubts
-from castore.errors import UnhashableError
+from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.encoder import Encoder
 from castore.keys.encoder import key as key_of_config
 from castore.keys.functions import orders, uncompiled
@@ -124,6 +124,22 @@ def item_key(key: object, what: str = "the key of an item") -> bytes:
         UnhashableError: it has no stable hash.
     """
     return blake3(encode(_MODELS, key, what).code).digest(length=_KEY_BYTES)
+
+
+def extracted_key(extractor: Callable[[Any], object], feature: Any, *numbers: int) -> bytes:
+    """`item_key` of a key extractor's result, with numbers that count too.
+
+    Raises:
+        InvalidValueError: it is None.
+        UnhashableError: as for `item_key`.
+    """
+    found = extractor(feature)
+    if found is None:
+        raise InvalidValueError(
+            "a key extractor has returned None, so all such items would share one embedding; return what "
+            "tells an item from the others"
+        )
+    return item_key((*numbers, found) if numbers else found)
 
 
 def _digest(value: Any, what: str, option: str, given: object, store: Store | None) -> str:

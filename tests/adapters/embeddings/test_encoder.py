@@ -193,6 +193,45 @@ def test_a_function_that_uses_a_trainable_module_is_refused(store: Store) -> Non
     assert torch.equal(CachedEncoder(net.forward, store=store)(torch.ones(3, 2)), net(torch.ones(3, 2)))
 
 
+SCALE = 1
+
+
+def test_a_global_of_a_comprehension_or_inner_function_is_seen_to_change(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: those of the function itself were looked at alone, and kept embeddings were old ones."""
+
+    def inner(texts: list[str]) -> torch.Tensor:
+        def one(text: str) -> list[int]:
+            return [len(text) * SCALE]
+
+        return torch.tensor([one(text) for text in texts])
+
+    for function in (lambda texts: torch.tensor([[len(text) * SCALE] for text in texts]), inner):
+        monkeypatch.setitem(globals(), "SCALE", 5)
+        cached = CachedEncoder(function, store=store)
+        assert cached(["a"]).item() == 5
+        monkeypatch.setitem(globals(), "SCALE", 7)
+        assert (cached(["a"]).item(), cached(["b"]).item()) == (7, 7)
+
+
+def test_an_encoder_that_is_to_be_trained_again_is_an_error(store: Store) -> None:
+    raw = Encoder()
+    cached = CachedEncoder(raw, store=store)
+    cached(features(3))
+    raw.requires_grad_(True)
+    with pytest.raises(InvalidValueError, match=r"parameter 'layer\.weight' requires grad"):
+        cached(features(3))
+    raw.requires_grad_(False)
+    assert torch.equal(cached(features(3)), raw(features(3)))
+
+
+def test_a_key_extractor_that_returns_none_is_an_error(store: Store) -> None:
+    cached = CachedEncoder(Encoder(), CacheConfig(key_extractors=lambda x: None), store=store)
+    with pytest.raises(InvalidValueError, match="a key extractor has returned None"):
+        cached(features(3))
+
+
 TRAINED = nn.Linear(2, 2)
 
 

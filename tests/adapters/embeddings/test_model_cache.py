@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, Keys, cache_embeddings
@@ -100,6 +100,31 @@ def test_a_model_that_is_cached_already_takes_more_loaders(store: Store) -> None
     assert not isinstance(model.encoder.encoder, CachedEncoder)
     assert torch.equal(torch.cat([model(x) for x, _ in first]), in_batches(Model(), features()))
     assert torch.equal(torch.cat([model(x) for x, _ in second]), in_batches(Model(), features(20, seed=5)))
+
+
+def test_cached_loaders_and_none_are_no_loaders_to_cache(store: Store) -> None:
+    model = Model()
+    made, _ = cache_embeddings(model, DataLoader(data(), batch_size=BATCH), store=store)
+    with pytest.raises(InvalidValueError, match="loader comes from cache_embeddings; give the loader"):
+        cache_embeddings(model, made, store=store)
+    with pytest.raises(InvalidValueError, match="the train loader is a NoneType"):
+        cache_embeddings(model, None, store=store)  # type: ignore[arg-type]
+
+
+def test_unfreezing_an_encoder_in_the_middle_of_training_is_an_error(store: Store) -> None:
+    model = Model()
+    made, _ = cache_embeddings(model, DataLoader(data(), batch_size=BATCH), store=store)
+    batches = iter(made)
+    model(next(batches)[0])
+    model.encoder.encoder.requires_grad_(True)
+    with pytest.raises(InvalidValueError, match="requires grad"):
+        model(next(batches)[0])
+
+
+def test_a_key_extractor_without_a_return_is_refused(store: Store) -> None:
+    config = CacheConfig(key_extractors=lambda x: None)
+    with pytest.raises(InvalidValueError, match="a key extractor has returned None"):
+        cache_embeddings(Model(), DataLoader(data(), batch_size=BATCH), config=config, store=store)
 
 
 def test_an_error_leaves_the_model_as_it_was(store: Store) -> None:
