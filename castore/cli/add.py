@@ -49,7 +49,7 @@ def add(
     context: typer.Context,
     path: Annotated[
         list[str],
-        typer.Argument(metavar="PATH", help='Files, and folders with all below them; "-" is standard input.'),
+        typer.Argument(metavar="PATH...", help='Files, folders with all below them; "-" is standard input.'),
     ],
     prefix: Annotated[
         str | None,

@@ -17,7 +17,7 @@ from castore.errors import CastoreError
 def cat(
     context: typer.Context,
     name: Annotated[
-        list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names or digests.")
+        list[str], typer.Argument(metavar="NAME...", autocompletion=names, help="Names or digests.")
     ],
 ) -> None:
     """Write the bytes of entries to standard output.

@@ -13,7 +13,7 @@ from castore.cli.output import AsJson, Failures, describe, print_error, print_js
 from castore.cli.store_access import check_names, find_entry, list_hint, not_found, open_store
 from castore.errors import CastoreError, NotFoundError
 
-_Names = Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")]
+_Names = Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=names, help="Names.")]
 
 
 def pin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:

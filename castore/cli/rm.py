@@ -17,7 +17,7 @@ from castore.records import Entry
 
 def rm(
     context: typer.Context,
-    name: Annotated[list[str], typer.Argument(metavar="NAME", autocompletion=names, help="Names.")],
+    name: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=names, help="Names.")],
     recursive: Annotated[bool, typer.Option("-r", "--recursive", help="Folders of names, too.")] = False,
     as_json: AsJson = False,
 ) -> None:

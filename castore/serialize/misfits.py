@@ -43,4 +43,4 @@ def find_misfit(
     try:
         return next(misfits(value, path), None)
     except RecursionError:
-        return path, "is nested too deep, or contains itself"
+        return path, "is nested too deep, or contains itself; keep its parts in entries of their own"

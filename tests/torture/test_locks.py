@@ -13,14 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from castore import Store
+from castore.shm.segments import Segment, clear_dead
 from tests.helpers import LONG, agrees_with_disk, in_processes, text
 from tests.torture import test_readers, test_windows
 from tests.torture.crowd import crowd
+from tests.torture.granted.sitecustomize import is_shared_memory
 from tests.torture.random_kills import kill_at_random
 from tests.torture.windows import WINDOWS, Window
 from tests.warm import WarmPython
@@ -55,15 +58,21 @@ def granted(monkeypatch: pytest.MonkeyPatch, daemons: Path) -> list[int]:
     monkeypatch.syspath_prepend(GRANTED)
     monkeypatch.setenv("CASTORE_TEST_GRANTED", os.fspath(daemons))
     granted: list[int] = []
-    real = fcntl.fcntl
+    real, real_flock = fcntl.fcntl, fcntl.flock
 
     def grant(fd: int, command: int, argument: int | bytes = 0) -> int | bytes:
-        if command not in (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW):
+        if command not in (fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW) or is_shared_memory(fd):
             return real(fd, command, argument)
         granted.append(command)
         return argument
 
-    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: granted.append(operation))
+    def grant_flock(fd: int, operation: int) -> None:
+        if is_shared_memory(fd):
+            real_flock(fd, operation)
+        else:
+            granted.append(operation)
+
+    monkeypatch.setattr(fcntl, "flock", grant_flock)
     monkeypatch.setattr(fcntl, "fcntl", grant)
     return granted
 
@@ -150,3 +159,14 @@ def test_without_locks_all_else_holds_too(others: str, daemons: Path, figure: Ca
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed, run.stdout
     figure(f"{others}: {passed[1]} tests passed without locks")
+
+
+def test_segments_of_other_processes_stay(daemons: Path) -> None:
+    """Regression of these tests: their processes removed the segments of tests that ran beside them."""
+    script = "import sys; from castore.shm.segments import clear_dead as c; print(sys.argv[1] in c())"
+    with closing(Segment(None, 4096, {})) as segment:
+        assert segment.name not in clear_dead()
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", script, segment.name]
+        assert subprocess.check_output(command, env=environment) == b"False\n"
+    assert daemons.read_text()

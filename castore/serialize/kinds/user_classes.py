@@ -201,7 +201,7 @@ def _make_enum(cls: Any, parts: Any) -> Any:
         if parts not in cls._member_map_:
             raise SerializationError(
                 f"the value is the member {parts!r} of {natural_name(cls)}, "
-                "which the class does not have now; make the value anew"
+                "which the class does not have now; delete the entry, or save the value anew"
             )
         return cls._member_map_[parts]
     number = expect(int, parts)
@@ -278,7 +278,7 @@ def _check_fields(cls: type, declared: tuple[str, ...], fields: Any) -> None:
     if written != declared:
         raise SerializationError(
             f"the value is a {natural_name(cls)} with the fields {list(written)}, and the class has "
-            f"{list(declared)} now; make the value anew"
+            f"{list(declared)} now; delete the entry, or save the value anew"
         )
 
 

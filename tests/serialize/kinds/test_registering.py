@@ -183,7 +183,7 @@ def test_fields_that_changed_are_told_and_the_sample_is_read_again(
         register_type(second, name="version")
         with pytest.raises(
             SerializationError,
-            match=r"with the fields \['x'\], and the class has \['x', 'y'\] now; make the value anew",
+            match=r"with the fields \['x'\], and the class has \['x', 'y'\] now; delete the entry, or save",
         ):
             store.load("one")
     with CachedDataset([second(1, 2)], tmp_path / "samples", key="data") as cached:
