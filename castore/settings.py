@@ -171,6 +171,10 @@ def require_writable(path: Path) -> None:
         raise read_only_error(path)
 
 
+class DamagedSettingsError(StoreError):
+    """The settings of a store cannot be read."""
+
+
 def load(path: Path) -> Settings | None:
     """The settings of the store at ``path``, or None if there is no store.
 
@@ -190,15 +194,14 @@ def load(path: Path) -> Settings | None:
     except OSError as error:
         if error.errno not in AT_FAULT:
             raise
-        raise StoreError(
-            f"{file} cannot be read ({error.strerror}); delete it and run `castore init` there"
-        ) from error
+        raise _damaged(path, f"cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{file} is damaged ({error}); delete it and run `castore init` there") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        found = raw.get("format") if isinstance(raw, dict) else None
+        raise _damaged(path, f"is damaged ({error})") from error
+    if not isinstance(raw, dict) or "format" not in raw:
+        raise _damaged(path, "is damaged (it has no format)")
+    if raw["format"] != FORMAT:
         raise StoreError(
-            f"{path} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore"
+            f"{path} has format {raw['format']!r}, and this castore knows format {FORMAT}; upgrade castore"
         )
     try:
         if not isinstance(raw.get("shared"), str | None):
@@ -206,6 +209,14 @@ def load(path: Path) -> Settings | None:
         return merge(Settings(), **{name: raw.get(name) for name in Settings._fields})
     except (TypeError, ValueError, OverflowError) as error:
         raise StoreError(f"{file} holds a bad setting: {error}") from error
+
+
+def _damaged(path: Path, what: str) -> DamagedSettingsError:
+    if is_used(path):
+        advice = "`castore doctor` sets it aside and writes it again, with the defaults"
+    else:
+        advice = "delete it and run `castore init` there"
+    return DamagedSettingsError(f"{path / FILE} {what}; {advice}")
 
 
 def _access_message(path: Path) -> str:
@@ -219,12 +230,16 @@ def _access_message(path: Path) -> str:
     return f"{closed}; ask its owner to share it with `init --shared`"
 
 
+def is_used(path: Path) -> bool:
+    """Whether the folder has what is made after the settings: an index, or a journal."""
+    return path.is_dir() and (
+        os.path.lexists(path / layout.INDEX) or any((path / layout.NAMES).glob("*.names"))
+    )
+
+
 def has_lost_settings(path: Path) -> bool:
-    """Whether the folder is a store that has lost its settings: it has an index or a journal, made later."""
-    if not path.is_dir():
-        return False
-    is_used = os.path.lexists(path / layout.INDEX) or any((path / layout.NAMES).glob("*.names"))
-    return is_used and not os.path.lexists(path / FILE)
+    """Whether the folder is a store that has lost its settings."""
+    return is_used(path) and not os.path.lexists(path / FILE)
 
 
 def no_store_message(path: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -159,7 +160,14 @@ def _rebuild(
 def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, list[Diagnosis]]:
     folder = Path(os.path.abspath(path))
     found = []
-    store_settings = settings.load(folder)
+    try:
+        store_settings = settings.load(folder)
+    except settings.DamagedSettingsError:
+        if not settings.is_used(folder):
+            raise
+        settings.require_writable(folder)
+        found.append(_set_settings_aside(folder))
+        store_settings = None
     if store_settings is None:
         if not settings.has_lost_settings(folder):
             raise StoreError(settings.no_store_message(folder))
@@ -168,6 +176,14 @@ def _existing(path: str | os.PathLike[str]) -> tuple[Path, settings.Settings, li
         found.append(Diagnosis(settings.describe_rewritten(folder, store_settings), True))
     settings.require_writable(folder)
     return folder, store_settings, found + _access(folder, store_settings)
+
+
+def _set_settings_aside(folder: Path) -> Diagnosis:
+    quarantine = folder / "quarantine"
+    quarantine.mkdir(exist_ok=True)
+    aside = quarantine / f"{settings.FILE}-{time.time_ns()}"
+    (folder / settings.FILE).rename(aside)
+    return Diagnosis(f"{folder / settings.FILE} was damaged, and has been moved to {aside}", True)
 
 
 def _access(folder: Path, store_settings: settings.Settings) -> list[Diagnosis]:
