@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
+import tqdm
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -139,6 +141,9 @@ def die_with_workers(moment: int) -> None:
     rename, link, lock or remove a file.
     """
     os.setsid()
+    # This process shares the lock of bars with its parent, and would keep it if it is killed.
+    for bar in (tqdm.tqdm, datasets.utils.tqdm):
+        bar.set_lock(threading.RLock())
     left = moment
 
     def count(event: str, _: object) -> None:
