@@ -10,7 +10,6 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,7 +17,6 @@ import pytest
 
 import castore_fuse
 from castore import CorruptError, Store, StoreError
-from castore.errors import LostSettingsWarning
 from castore.records import HEAD_SIZE
 from castore.repair import doctor
 from tests.helpers import flip, mixed, noise, payload
@@ -200,15 +198,21 @@ def test_a_bad_sector_of_the_index_is_reported_and_a_rebuild_mends_it(disk: Disk
     assert doctor.examine(disk.store) == []
 
 
-@pytest.mark.parametrize("name", ["castore.json", "locks/beacon"])
-def test_a_file_of_the_store_on_a_bad_sector_is_reported_and_can_be_made_again(disk: Disk, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "advice"), [("castore.json", "`castore doctor` sets it aside"), ("locks/beacon", "delete it")]
+)
+def test_a_file_of_the_store_on_a_bad_sector_is_reported_and_can_be_made_again(
+    disk: Disk, name: str, advice: str
+) -> None:
     disk.spoil((disk.store / name, 0))
-    with pytest.raises(StoreError, match=f"{name} cannot be read .*; delete it"):
+    with pytest.raises(StoreError, match=f"{name} cannot be read .*; {advice}"):
         Store(disk.store, memory=0)
-    (disk.store / name).unlink()
+    if name == "castore.json":
+        assert "castore.json was damaged" in doctor.examine(disk.store)[0].what
+    else:
+        (disk.store / name).unlink()
     disk.heal()  # another file may get its inode
-    told = pytest.warns(LostSettingsWarning) if name == "castore.json" else nullcontext()
-    with told, Store(disk.store, memory=0) as store:
+    with Store(disk.store, memory=0) as store:
         assert missing(store) == set()
     assert doctor.examine(disk.store) == []
 
