@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -28,6 +29,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # failure.
 settings.register_profile("castore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("castore")
+
+
+def _give_bars_a_lock_of_their_own() -> None:
+    """Part a forked child from its parent, whose bars have a lock that all processes share: a child that is
+    killed while it draws one would keep it, and the parent would wait at its next bar.
+    """
+    lock = threading.RLock()
+    kinds = [bar] if (bar := getattr(sys.modules.get("tqdm"), "tqdm", None)) else []
+    while kinds:
+        kind = kinds.pop()
+        kind.set_lock(lock)
+        kinds += kind.__subclasses__()
+
+
+os.register_at_fork(after_in_child=_give_bars_a_lock_of_their_own)
 
 _ENVIRON = os.environ
 _LONG_TIMEOUT = 1800  # seconds

@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-import tqdm
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -141,9 +139,6 @@ def die_with_workers(moment: int) -> None:
     rename, link, lock or remove a file.
     """
     os.setsid()
-    # This process shares the lock of bars with its parent, and would keep it if it is killed.
-    for bar in (tqdm.tqdm, datasets.utils.tqdm):
-        bar.set_lock(threading.RLock())
     left = moment
 
     def count(event: str, _: object) -> None:
