@@ -29,14 +29,13 @@ from castore.system.thread_pools import lasting_pool
 class PendingPut(NamedTuple):
     """A dataset that is being stored: a snapshot that no caller has, its record, and the future of its size.
 
-    The size is None if the dataset could not be stored. The folder has the uncompressed files that were made
-    for it.
+    The size is None if the dataset could not be stored. The file has the uncompressed rows.
     """
 
     dataset: datasets.Dataset
     record: dict[str, Any]
     size: Future[DatasetSize | None]
-    folder: Path
+    file: Path
 
 
 class PendingPuts:
@@ -64,7 +63,7 @@ class PendingPuts:
         dataset: datasets.Dataset,
         record: dict[str, Any],
         put: Callable[[], DatasetSize],
-        folder: Path,
+        file: Path,
     ) -> PendingPut:
         """Call ``put`` in the thread."""
         with self._guard:
@@ -73,7 +72,7 @@ class PendingPuts:
             pool = self._pool
         # Registered before the work can be done: otherwise the entry would stay registered.
         future: Future[DatasetSize | None] = Future()
-        found = PendingPut(dataset, record, future, folder)
+        found = PendingPut(dataset, record, future, file)
         with self._guard:
             self._pending[store, name] = found
         pool.submit(self._run_put, store, name, put, future)

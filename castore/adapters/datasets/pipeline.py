@@ -652,7 +652,8 @@ class _Run:
         rows, began = len(self._dataset), time.perf_counter()
         self._meter.begin(number, rows)
         make = partial(self._step_maker(number, fingerprint), called=None)
-        self._dataset, _ = step_runner.run_step(self._store, make, fingerprint, self._pipeline.temp_dir)
+        file = scratch.new_file(self._store, self._pipeline.temp_dir)
+        self._dataset = step_runner.run_step(make, file, fingerprint)
         self._drop_unused()
         step, seconds = self._pipeline.steps[number], time.perf_counter() - began
         return StepReport(step.name, step.kind, False, rows, len(self._dataset), seconds, 0, 0, "")

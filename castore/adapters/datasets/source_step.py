@@ -17,7 +17,7 @@ from pathlib import Path
 
 import datasets
 
-from castore.adapters.datasets import dataset_entries, step_runner
+from castore.adapters.datasets import dataset_entries, scratch, step_runner
 from castore.adapters.datasets.explain import INPUT_CHANGED, Explanation, FileChanges, find_records
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.source_units import FindUnits, NoteUnits, Units, pieces_of, run_by_units
@@ -60,7 +60,8 @@ def open_input(
         fingerprint = fingerprint_of_key(key)
 
         def run() -> datasets.Dataset:
-            return step_runner.run_step(store, lambda file: read(file.parent), fingerprint, temp_dir)[0]
+            file = scratch.new_file(store, temp_dir)
+            return step_runner.run_step(lambda file: read(file.parent), file, fingerprint)
 
         return dataset_of_key(key, run) if lazy else run()
     name = step_runner.step_name("source", key)

@@ -86,7 +86,7 @@ class StepOutcome(NamedTuple):
         size: the result's size in the store, once it is there; None if the result could not be stored.
         rows_reused: rows of the input that did not have to be run.
         seconds_saved: time that those rows took when they ran.
-        folder: of the uncompressed files that the dataset is mapped from; None where there are none.
+        file: the uncompressed file that the dataset is mapped from; None where there is none.
     """
 
     dataset: datasets.Dataset
@@ -95,7 +95,7 @@ class StepOutcome(NamedTuple):
     size: Future[dataset_entries.DatasetSize | None]
     rows_reused: int = 0
     seconds_saved: float = 0.0
-    folder: Path | None = None
+    file: Path | None = None
 
 
 def store_or_default(given: Store | None) -> Store:
@@ -262,7 +262,8 @@ def _run_as_one(
         if not fresh and (hit := load_step(store, name, info)) is not None:
             return hit
         began = time.perf_counter()
-        dataset, folder = run_step(store, make, fingerprint_of_key(name.rpartition("_")[2]), temp_dir)
+        file = scratch.new_file(store, temp_dir)
+        dataset = run_step(make, file, fingerprint_of_key(name.rpartition("_")[2]))
         seconds = time.perf_counter() - began
         record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
         if info is not None and (own := other_fields(dataset.info, info)):
@@ -286,7 +287,7 @@ def _run_as_one(
 
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
-    coming = pending_puts.submit(store.path, name, snapshot, record, put, folder)
+    coming = pending_puts.submit(store.path, name, snapshot, record, put, file)
     return _pending_outcome(coming, info, hit=False)
 
 
@@ -339,7 +340,7 @@ def _pending_outcome(
     _describe(dataset, coming.record, info)
     reused = coming.record["rows_in"] if hit else 0
     saved = work_seconds(coming.record) if hit else 0.0
-    return StepOutcome(dataset, hit, coming.record, coming.size, reused, saved, coming.folder)
+    return StepOutcome(dataset, hit, coming.record, coming.size, reused, saved, coming.file)
 
 
 def without_large_file(
@@ -353,33 +354,35 @@ def without_large_file(
         store, name, info: as for `load_step`.
         outcome: the result.
     """
-    folder = outcome.folder
-    if folder is None or _bytes_in(folder) <= SMALL_FILE_BYTES or outcome.size.result() is None:
+    file = outcome.file
+    if file is None or _bytes_beside(file) <= SMALL_FILE_BYTES or outcome.size.result() is None:
         return outcome
     if (kept := load_step(store, name, info)) is None:
         return outcome
-    shutil.rmtree(folder, ignore_errors=True)
-    return outcome._replace(dataset=kept.dataset, folder=None)
+    scratch.remove(file)
+    return outcome._replace(dataset=kept.dataset, file=None)
 
 
-def _bytes_in(folder: Path) -> int:
+def _bytes_beside(file: Path) -> int:
     with contextlib.suppress(FileNotFoundError):  # another thread has the result as well
-        return sum(file.stat().st_size for file in folder.iterdir())
+        return sum(file.stat().st_size for file in file.parent.iterdir())
     return 0
 
 
 def run_step(
-    store: Store,
-    make: Callable[[Path], datasets.Dataset],
-    fingerprint: str | None,
-    temp_dir: str | os.PathLike[str] | None,
-) -> tuple[datasets.Dataset, Path]:
+    make: Callable[[Path], datasets.Dataset], file: Path, fingerprint: str | None
+) -> datasets.Dataset:
     """Run a step; its result gets that fingerprint.
 
-    Returns:
-        The result, and the folder of its uncompressed files, which is removed if the step fails.
+    Args:
+        make: runs the step.
+        file: a new path of `scratch.new_file` for the result's rows; removed if the step fails.
+        fingerprint: the result's; None to leave it.
+
+    Raises:
+        FullError: the disk is full.
+        Exception: an exception of ``make``.
     """
-    file = scratch.new_file(store, temp_dir)
     try:
         dataset = make(file)
     except BaseException as error:
@@ -396,4 +399,4 @@ def run_step(
     dataset = own_copy(dataset)
     if fingerprint is not None:
         dataset._fingerprint = fingerprint
-    return dataset, file.parent
+    return dataset

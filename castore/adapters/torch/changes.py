@@ -11,8 +11,9 @@ The dataset may change itself while it is read: after each read the scan is repe
 dataset's reading methods assign or write to are skipped. A difference that appears while another thread reads
 is ignored.
 
-Globals that the code refers to are compared by digests when a pass over the dataset begins, and in each new
-worker: that takes about a millisecond, which is too long for each sample.
+Globals that the code refers to are compared by digests when a pass over the dataset begins, in each new
+worker, and before a read if a name is bound to another object: that takes about a millisecond, which is too
+long for each sample.
 
 Cannot see a write to single elements of a large array, list or dict, a write to a frame, or anything beyond
 the first values, in order of depth.
@@ -35,7 +36,7 @@ import torch
 from torch import nn
 
 from castore.adapters.torch.dataset_identity import DATASETS
-from castore.adapters.torch.outside import outside_values
+from castore.adapters.torch.outside import Binding, Outside, outside_of
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
@@ -83,11 +84,12 @@ class Changes:
         # child lacks.
         self._reads: list[int] = []
         self._process = os.getpid()
-        self._outside: dict[str, set[bytes]] = {}
+        self._digests: dict[str, set[bytes]] = {}  # of what lies outside
+        self._bindings: list[Binding] = []
         self._has_read = False  # since the values outside were noted
         self.note()
         if self._watched:
-            self._outside = _outside(data)
+            self._digests, self._bindings = _outside(data)
 
     def note(self) -> None:
         """Accept the present state as the unchanged one."""
@@ -119,10 +121,15 @@ class Changes:
             return
         self._process = os.getpid()
         self._check(0)
-        for label, digests in _outside(self._data).items():
-            before = self._outside.get(label, digests)
+        self._check_outside()
+
+    def _check_outside(self) -> None:
+        outside = _outside(self._data)
+        for label, digests in outside.digests.items():
+            before = self._digests.get(label, digests)
             if not before <= digests and not digests <= before:  # one has more where more code was reached
                 _raise_changed(f"{label}, which the dataset refers to,")
+        self._bindings = outside.bindings
 
     def passing(self, samples: Iterator[Any]) -> Iterator[Any]:
         """The samples of a pass over the dataset: check for all changes before it, accept those that reads
@@ -139,7 +146,8 @@ class Changes:
             yield from samples
         finally:
             if self._has_read and not sys.is_finalizing():
-                self._outside, self._has_read = _outside(self._data), False
+                self._digests, self._bindings = _outside(self._data)
+                self._has_read = False
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -156,11 +164,14 @@ class Changes:
         self._reads.append(process)
         try:
             self._check(1)
+            if len(self._reads) == 1 and any(binding.is_old() for binding in self._bindings):
+                self._check_outside()
             try:
                 yield
             finally:
                 self._has_read = True
                 self.note()
+                self._bindings = [binding.now() for binding in self._bindings]
         finally:
             self._reads.remove(process)
 
@@ -188,18 +199,18 @@ class Changes:
     def __getstate__(self) -> dict[str, Any]:
         # Identities mean nothing in another process: check for changes before the pickle leaves this one.
         self.check()
-        return {**vars(self), "_ids": [], "_seen": None, "_reads": [], "_process": None}
+        return {**vars(self), "_ids": [], "_seen": None, "_bindings": [], "_reads": [], "_process": None}
 
 
-def _outside(data: Any) -> dict[str, set[bytes]]:
-    """The digests of what the code of a dataset and of its parts refers to outside of them."""
+def _outside(data: Any) -> Outside:
+    """The values that the code of a dataset and of its parts refers to outside of them."""
     code: dict[int, Any] = {}
     for seen in _walk(data):
         kind = _kind_of(type(seen.value))
         held = type(seen.value) if kind in ("object", "module") else seen.value
         if isinstance(held, types.FunctionType | type) and library_of(held.__module__) is None:
             code[id(held)] = held
-    return outside_values(code.values())
+    return outside_of(code.values())
 
 
 def _raise_changed(what: str) -> None:

@@ -8,24 +8,54 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Set
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
 from castore.adapters.torch.dataset_identity import DATASETS
 from castore.errors import UnhashableError
-from castore.keys.bytecode import names_written
+from castore.keys.bytecode import codes, names_written, outer_reads
 from castore.keys.encoder import Encoder, Watch
+from castore.keys.libraries import library_of
 from castore.keys.tracing import encode
 
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
 _DIGEST = 16
+_UNBOUND = object()
 
 
-def outside_values(code: Iterable[types.FunctionType | type]) -> dict[str, set[bytes]]:
-    """Digests of each global that functions and classes refer to, and of each function's own code, by what
-    they are of. Lambdas, and attributes of several modules, share a name.
+class Binding(NamedTuple):
+    """A name of a module with the value that it was bound to, and the module's names."""
+
+    scope: dict[str, Any]
+    name: str
+    value: Any
+
+    def is_old(self) -> bool:
+        """Whether the name is bound to another object now."""
+        return self.scope.get(self.name, _UNBOUND) is not self.value
+
+    def now(self) -> Binding:
+        """The binding with the value of now."""
+        return self._replace(value=self.scope.get(self.name, _UNBOUND)) if self.is_old() else self
+
+
+class Outside(NamedTuple):
+    """The values that code refers to outside of itself.
+
+    Attributes:
+        digests: of each global, and of each function's own code, by what they are of. Lambdas, and attributes
+            of several modules, share a name.
+        bindings: of the globals. Comparing objects is quick, and says only that there may be a change.
+    """
+
+    digests: dict[str, set[bytes]]
+    bindings: list[Binding]
+
+
+def outside_of(code: Iterable[types.FunctionType | type]) -> Outside:
+    """The values that functions and classes refer to outside of themselves, by names that none writes to.
 
     Args:
         code: the functions and classes. All that they call is followed through the user's own modules.
@@ -34,11 +64,13 @@ def outside_values(code: Iterable[types.FunctionType | type]) -> dict[str, set[b
     for one in code:
         with contextlib.suppress(UnhashableError):  # of a part that pickle leaves out: the dataset has a key
             encode(DATASETS, one, "", watch)
-    return {
+    digests = {
         f"the {label} of {module}": digests
         for (module, label), digests in watch.found.items()
         if (module, label) not in watch.written
     }
+    bindings = {(id(one.scope), one.name): one for one in watch.bindings()}
+    return Outside(digests, [*bindings.values()])
 
 
 class _Outside(Watch):
@@ -47,18 +79,22 @@ class _Outside(Watch):
     Attributes:
         found: digests by the module and the name.
         written: modules and names that functions assign or write to.
+        functions: the user's functions that were met.
     """
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], set[bytes]] = {}
         self.written: set[tuple[str, str]] = set()
+        self.functions: list[types.FunctionType] = []
         self._modules: list[str] = []
 
     def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
         if type(value) is not types.FunctionType:
             return encoder.part(value, step, direct=True)
         module = _module(value.__globals__.get("__name__"))
-        self.written |= {(module, f"global {name!r}") for name in names_written(value.__code__)}
+        self.written |= {(module, _label(name)) for name in names_written(value.__code__)}
+        if library_of(module) is None:
+            self.functions.append(value)
         self._modules.append(module)
         try:
             return encoder.part(value, step, direct=True)
@@ -83,8 +119,32 @@ class _Outside(Watch):
         except UnhashableError:
             return
 
+    def bindings(self) -> Iterator[Binding]:
+        """The names that the functions read: globals, and attributes of the user's modules."""
+        for function in self.functions:
+            scope, module = function.__globals__, _module(function.__globals__.get("__name__"))
+            inside = [*codes(function.__code__)]
+            attributes = {name for code in inside for name in code.co_names}
+            for name in {name for code in inside for kind, name in outer_reads(code) if kind == "global"}:
+                if name in scope and (module, _label(name)) not in self.written:
+                    yield Binding(scope, name, scope[name])
+                    yield from _attributes_of(scope[name], attributes)
+
     def _note(self, label: str, code: bytes) -> None:
         self.found.setdefault((self._modules[-1], label), set()).add(blake3(code).digest(_DIGEST))
+
+
+def _attributes_of(module: Any, names: Set[str]) -> Iterator[Binding]:
+    """Some names of a module, if it is one of the user's, and of the modules that those are bound to."""
+    if isinstance(module, types.ModuleType) and library_of(module.__name__) is None:
+        scope = vars(module)
+        for name in names & scope.keys():
+            yield Binding(scope, name, scope[name])
+            yield from _attributes_of(scope[name], names - {name})
+
+
+def _label(name: str) -> str:
+    return f"global {name!r}"
 
 
 def _module(name: Any) -> str:

@@ -8,6 +8,7 @@ import collections
 import functools
 import pickle
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -441,6 +442,70 @@ def test_a_pass_and_a_worker_see_a_global_that_has_changed(
             InvalidValueError, match=r"the global 'SCALE' of tests\..* has been changed since"
         ):
             list(passes)
+
+
+class ByHelper(Dataset[Any]):
+    """As in a notebook, whose cell with the helper may run again."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return float(scaled(index))
+
+
+def _other_scaled(x: Any) -> Any:
+    return x * SCALE + 100
+
+
+@pytest.mark.parametrize(("name", "new"), [("scaled", _other_scaled), ("SCALE", 3)])
+def test_a_read_sees_a_global_that_was_bound_anew(
+    wrap: Callable[..., Any], name: str, new: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with wrap(ByHelper(), tmp_path / "cache") as cached:
+        assert cached[3] == 3
+        monkeypatch.setattr(f"{__name__}.{name}", new)
+        with pytest.raises(
+            InvalidValueError, match=rf"the global '{name}' of tests\..* has been changed since"
+        ):
+            cached[4]
+        monkeypatch.undo()
+        assert cached[4] == 4
+
+
+def test_a_helper_that_is_defined_once_more_as_it_was_changes_nothing(
+    wrap: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = types.FunctionType(scaled.__code__, scaled.__globals__, "scaled")
+    with wrap(ByHelper(), tmp_path / "cache") as cached:
+        assert cached[3] == 3
+        monkeypatch.setattr(f"{__name__}.scaled", again)
+        assert cached[4] == 4
+
+
+_latest: Any = None
+
+
+def _keep_latest(index: int) -> Any:
+    global _latest
+    before, _latest = _latest, [index]
+    return before
+
+
+class KeepsLatest(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        _keep_latest(index)
+        return index
+
+
+def test_globals_that_reads_themselves_bind_anew_are_no_change(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    with wrap(KeepsLatest(), tmp_path / "cache") as cached:
+        assert [cached[index] for index in range(10)] == [*range(10)]
 
 
 # --- encoders -----------------------------------------------------------------------------------------------
