@@ -23,7 +23,7 @@ def _in_batch(store: Store) -> None:
         batch.put("new", b"1")
 
 
-#: Calls that need files of the store, even with what an open one holds.
+#: Calls that need files of the store, even with what an open one holds, or say that there is no other name.
 _CALLS: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("new", b"1"),
     "put large": lambda store: store.put("new", noise(1_000_000, 1)),
@@ -36,6 +36,15 @@ _CALLS: dict[str, Callable[[Store], object]] = {
     "gc": lambda store: store.gc(),
     "gc dry": lambda store: store.gc(dry_run=True),
     "verify": lambda store: store.verify(),
+    "get no name": lambda store: store.get("none"),
+    "get_many no name": lambda store: store.get_many(["none", "neither"]),
+    "in no name": lambda store: "none" in store,
+    "entry no name": lambda store: store.entry("none"),
+    "names": list,
+    "entries": lambda store: list(store.entries()),
+    "len": len,
+    "stat": lambda store: store.stat(),
+    "totals": lambda store: store.totals(),
 }
 #: Calls that need them once the store's connections are closed.
 _READS: dict[str, Callable[[Store], object]] = {
@@ -44,10 +53,7 @@ _READS: dict[str, Callable[[Store], object]] = {
     "load": lambda store: store.load("a"),
     "open": lambda store: store.open("a"),
     "in": lambda store: "a" in store,
-    "len": len,
     "entry": lambda store: store.entry("a"),
-    "stat": lambda store: store.stat(),
-    "totals": lambda store: store.totals(),
     "delete": lambda store: store.delete("a"),
     "pin": lambda store: store.pin("a"),
 }

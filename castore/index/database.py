@@ -4,6 +4,7 @@ Reads are methods of `Index`; every change is a method of `transaction.Write`. R
 Statements run on the calling thread's connection, which `index_file.IndexFile` keeps. The connections are
 plain sqlite3; schema.py makes and migrates the schema.
 
+Where a name is not found, or names are listed, the store's folder must still be the one that was opened.
 Digests are raw bytes here, names are already checked, times are seconds since the epoch. A row may be
 damaged: its values have the right types when they leave this module, and may be anything otherwise.
 """
@@ -172,6 +173,7 @@ class Index:
         """The blob a name points to, whether expired or not, or None."""
         rows = self.file.all(_FIND, (name,))
         if not rows:
+            self.beacon.require_in_place()
             return None
         digest, size, stored, codec, pack, offset, expires, serializer, checked = rows[0]
         if not _is_row_intact(name, digest, checked):
@@ -181,13 +183,18 @@ class Index:
     def find_digest(self, name: str) -> bytes | None:
         """The digest a name points to, or None."""
         row = self.file.one("SELECT digest, checked FROM entries WHERE name = ?", (name,))
+        if not row:
+            self.beacon.require_in_place()
         return row[0] if row and _is_row_intact(name, *row) else None
 
     def find_many(self, names: list[str]) -> dict[str, Found]:
         """`find` for many names, in one query."""
+        rows = self.file.all(_FIND_MANY, (json.dumps(names),))
+        if not rows:
+            self.beacon.require_in_place()
         return {
             row[0]: Found(Blob._make(row[1:7]), row[7], row[8])
-            for row in self.file.rows(_FIND_MANY, (json.dumps(names),))
+            for row in rows
             if _is_row_intact(row[0], row[1], row[9])
         }
 
@@ -228,6 +235,8 @@ class Index:
     def entry(self, name: str) -> Entry | None:
         """One entry, expired or not, or None."""
         row = self.file.one(f"{_CHECKED_ENTRY} WHERE e.name = ?", (name,))
+        if not row:
+            self.beacon.require_in_place()
         return _to_entry(row[:-1]) if row and _is_row_intact(name, row[1], row[-1]) else None
 
     def names_of(self, digest: bytes) -> list[str]:
@@ -240,6 +249,7 @@ class Index:
         Args:
             damaged: also yield entries whose bytes are recorded as lost.
         """
+        self.beacon.require_in_place()
         low, high = (prefix, prefix + "0") if prefix else ("", _LAST)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
@@ -302,6 +312,7 @@ class Index:
 
         Reads the names in pages.
         """
+        self.beacon.require_in_place()
         sql = (
             "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
             f" AND (e.expires IS NULL OR e.expires > ?) AND {LISTED} {_NOT_LOST} ORDER BY e.name LIMIT 2000"
@@ -321,6 +332,7 @@ class Index:
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""
+        self.beacon.require_in_place()
         return Totals(*self.file.one(_TOTALS))
 
     def counters(self) -> dict[str, int]:
