@@ -155,7 +155,6 @@ def _put(peers: Peers, batch: Batch, label: str) -> Row:
             each(_TMPFS, peers.tmpfs.put),
         ],
         reference=_SET,
-        goals=[Goal("castore put", 2.5, _SET)] if label == "2 KB" else [],
     )
 
 
