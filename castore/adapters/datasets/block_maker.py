@@ -194,7 +194,8 @@ class BlockMaker:
             raise
         kept = self._keeper.submit(self._keep, job, made, file)
         self._waiting.append(kept)
-        while len(self._waiting) > self._step.num_proc + 1:
+        # One is kept while the next one runs: a kill costs both.
+        while len(self._waiting) > (1 if self._workers is None else self._step.num_proc + 1):
             self._waiting.popleft().result()
         return kept, _written_of(made)
 
