@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -175,6 +177,17 @@ def _answer(receiver: Any, timeout: float) -> tuple[bool, Any]:
         return False, f"no answer within {timeout} seconds"
     good, answer = receiver.recv()
     return good, answer
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Have the system refuse to make files of this process larger than so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def in_small_shm(script: str, size: str) -> str:

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 
 import blake3
 
-from castore.errors import InvalidValueError, SerializationError, add_filename
+from castore.errors import InvalidValueError, SerializationError, StoreError, add_filename
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory
 from castore.objects.encode import FrameEncoder, choose_codec
@@ -36,6 +36,14 @@ def write_all(fd: int, data: Buffer, path: Path) -> None:
     with add_filename(path):
         while view:
             view = view[os.write(fd, view) :]
+
+
+def incomplete_error(failure: BaseException) -> StoreError:
+    """The error for a file of which an earlier write has failed."""
+    return StoreError(
+        f"an earlier write of this file failed ({failure!r}), so nothing of it is kept;"
+        " write it anew from its start"
+    )
 
 
 class StageWhole(Protocol):
@@ -68,18 +76,28 @@ class IncomingBlob:
         self._fd = -1
         self._temporary: Path | None = None
         self._process = os.getpid()
+        self._failure: BaseException | None = None
         self.size = 0
 
     def add(self, data: Buffer) -> None:
-        """Take some more bytes. The caller may change the buffer afterwards."""
+        """Take some more bytes. The caller may change the buffer afterwards.
+
+        Raises:
+            StoreError: an earlier call has failed: bytes may be missing, and the blob cannot be finished.
+        """
         self._require_own_process()
-        self._buffer += data
-        self.size += len(data)
-        if self._encoder is not None:
-            self._hash.update(data)
-            self._encode_frames(self._encoder)
-        elif self.size > BUFFERED_BYTES:
-            self._begin_encoding()
+        self._require_whole()
+        try:
+            self._buffer += data
+            self.size += len(data)
+            if self._encoder is not None:
+                self._hash.update(data)
+                self._encode_frames(self._encoder)
+            elif self.size > BUFFERED_BYTES:
+                self._begin_encoding()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def _begin_encoding(self) -> None:
         head = memoryview(self._buffer)
@@ -105,8 +123,12 @@ class IncomingBlob:
     def stage(self, reuse: bool) -> Staged:
         """All bytes, ready to be placed. Called again, with ``reuse=False``, for a blob that was seen to
         vanish.
+
+        Raises:
+            StoreError: a call of `add` has failed.
         """
         self._require_own_process()
+        self._require_whole()
         if self._encoder is None:
             return self._stage_whole(bytes(self._buffer), self._codec, self._level, reuse=reuse)
         if self._buffer:
@@ -125,6 +147,10 @@ class IncomingBlob:
                 f"process {self._process} began to write this file, and a forked child cannot continue it;"
                 " create it again in the child"
             )
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise incomplete_error(self._failure) from self._failure
 
     def abandon(self) -> None:
         """Keep nothing. A blob that was staged already belongs to its `LargeBlob`."""
@@ -195,6 +221,7 @@ class NewFile(io.BufferedIOBase):
 
         Raises:
             FullError: the disk is full.
+            StoreError: an earlier write has failed. The file cannot be kept any more.
             SerializationError: it is no run of bytes, but text, say.
         """
         if self.closed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from castore.objects.dictionaries import Dictionary, with_number
 from castore.objects.encode import encode_small, encode_small_many
 from castore.objects.packs import PackRecord, scan
 from castore.records import LOST, Buffer, Entry
-from tests.helpers import agrees_with_disk, flip, mixed, noise, payload, records, recount, text
+from tests.helpers import agrees_with_disk, files_up_to, flip, mixed, noise, payload, records, recount, text
 
 Items = Sequence[tuple[str, bytes]]
 SIZES = [0, 1, 700, 4_096, 4_097, 60_000, FRAME_SIZE, FRAME_SIZE + 1]
@@ -166,12 +165,7 @@ def test_a_batch_can_be_put_while_the_interpreter_ends(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_fails_leaves_no_temporary_files(store: Store) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            store.put_many([("fits", noise(1 << 20)), ("does not", noise(6 << 20))])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_up_to(4 << 20), pytest.raises(OSError, match="too large"):
+        store.put_many([("fits", noise(1 << 20)), ("does not", noise(6 << 20))])
     assert list((store.path / "tmp").iterdir()) == []
     assert list(store.entries()) == []

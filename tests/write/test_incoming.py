@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import gzip
 import io
@@ -27,11 +28,12 @@ from castore import (
     NameConflictError,
     SerializationError,
     Store,
+    StoreError,
     TooLargeError,
 )
 from castore.objects.codecs import FRAME_SIZE
 from castore.write.incoming import BUFFERED_BYTES
-from tests.helpers import agrees_with_disk, mixed, noise, text
+from tests.helpers import agrees_with_disk, files_up_to, mixed, noise, text
 
 SIZES = [
     0, 1, FRAME_SIZE - 1, FRAME_SIZE, FRAME_SIZE + 1, BUFFERED_BYTES - 1, BUFFERED_BYTES, BUFFERED_BYTES + 1,
@@ -307,3 +309,27 @@ def test_a_stream_that_is_none_and_a_block_that_is_not_entered_say_what_to_do(st
     with pytest.raises(AttributeError):
         block.nothing  # noqa: B018
     assert list(store) == []
+
+
+@pytest.mark.parametrize("codec", ["none", "auto"])
+@pytest.mark.parametrize("limit", [4 << 20, 0], ids=["in the middle", "at the first frame"])
+def test_nothing_is_kept_of_a_file_after_a_write_that_failed(store: Store, codec: str, limit: int) -> None:
+    pieces = [noise(1 << 20, number) for number in range(16)]
+    store.put("a", b"old")
+    failed = 0
+    creation = store.create("a", codec=codec)
+    file = creation.__enter__()
+    for number, piece in enumerate(pieces):
+        with files_up_to(limit) if number < 12 else contextlib.nullcontext():
+            try:
+                file.write(piece)
+            except (OSError, StoreError):
+                failed += 1
+    with pytest.raises(StoreError, match=r"an earlier write of this file failed .*nothing of it is kept"):
+        creation.__exit__(None, None, None)
+    assert failed > 2
+    assert store.get("a") == b"old"
+    assert in_tmp(store) == []
+    store.put("b", b"".join(pieces), codec=codec)
+    assert store.get("b") == b"".join(pieces)
+    agrees_with_disk(store)

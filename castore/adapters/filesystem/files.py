@@ -30,6 +30,7 @@ from castore.adapters.filesystem.errors import (
 )
 from castore.adapters.filesystem.unwinding import unwinding_blocks
 from castore.errors import CorruptError, InvalidValueError
+from castore.write.incoming import incomplete_error
 from castore.write.putter import NameChanged
 
 log = logging.getLogger("castore")
@@ -330,6 +331,7 @@ class AppendFile(WriteFile):
     def _start(self, options: dict[str, Any]) -> None:
         store: Store = self.fs.store
         self._options = options
+        self._failure: OSError | None = None
         self._size_before = 0
         if store.entry(self.path) is not None:
             with ReadFile(self.fs, self.path) as old:  # an error if the bytes are gone
@@ -347,7 +349,11 @@ class AppendFile(WriteFile):
         if self.closed:
             raise ValueError(f"write to castore://{self.path}, which is closed")
         self._require_own_process()
-        return super()._write(data)
+        try:
+            return super()._write(data)
+        except OSError as error:  # a part of it may have been written
+            self._failure = error
+            raise
 
     def _require_own_process(self) -> None:
         if self._process != os.getpid():
@@ -359,6 +365,8 @@ class AppendFile(WriteFile):
     def _keep(self) -> Entry:
         self._require_own_process()
         with self._file:
+            if self._failure is not None:
+                raise incomplete_error(self._failure) from self._failure
             while True:
                 try:
                     return self._append()

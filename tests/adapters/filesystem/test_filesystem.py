@@ -29,11 +29,11 @@ import fsspec
 import pytest
 from fsspec.compression import compr
 
-from castore import CorruptError, Store
+from castore import CorruptError, Store, StoreError
 from castore.adapters.filesystem import CastoreFileSystem
 from castore.objects.codecs import FRAME_SIZE
 from tests.clocks import pass_time
-from tests.helpers import agrees_with_disk, flip, in_processes, mixed, noise, payload
+from tests.helpers import agrees_with_disk, files_up_to, flip, in_processes, mixed, noise, payload
 
 BIG = mixed(12 * FRAME_SIZE + 4_321)
 
@@ -1255,3 +1255,19 @@ def test_writing_makes_the_store(tmp_path: Path) -> None:
     again.pipe("a/b", b"1")
     assert fs.cat("a/b") == b"1"
     assert sorted(fs.ls("a", detail=False)) == ["a/b", "a/c"]
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_a_file_that_is_closed_after_a_write_that_failed_leaves_the_old_one(
+    fs: CastoreFileSystem, mode: str
+) -> None:
+    fs.pipe("a", b"old")
+    file = fs.open("a", mode)
+    with files_up_to(4 << 20), contextlib.suppress(OSError):
+        for number in range(40):
+            file.write(noise(1 << 20, number))
+    with pytest.raises(StoreError, match="an earlier write of this file failed"):
+        file.close()
+    assert fs.cat("a") == b"old"
+    assert in_tmp(fs) == []
+    agrees_with_disk(fs.store)
