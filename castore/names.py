@@ -119,6 +119,31 @@ def below(name: str) -> tuple[str, str]:
     return name + "/", name + "0"
 
 
+class FilesAbove:
+    """Finds the files that names lie inside, which cannot be: a name is a file or a folder, not both.
+
+    >>> above = FilesAbove()
+    >>> [above.find(name) for name in ("a", "a-b", "a/b", "ab", "b/c")]
+    [None, None, 'a', None, None]
+    """
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+
+    def find(self, name: str) -> str | None:
+        """The file that a name lies inside, of the names before it; None for none.
+
+        Args:
+            name: above all names before it, in the order of bytes.
+        """
+        files = self._open
+        while files and name >= below(files[-1])[1]:
+            files.pop()
+        found = next((file for file in files if name.startswith(below(file)[0])), None)
+        files.append(name)
+        return found
+
+
 def _check_slowly(name: str, what: str) -> str:
     name = _plain(name, what)
     problem = _problem(name)

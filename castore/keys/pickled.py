@@ -12,10 +12,12 @@ import copyreg
 import functools
 import pickle
 import sys
+import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from castore.keys.bytecode import names_written
 from castore.keys.classes import per_class
 from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, order_of_keys
 from castore.keys.libraries import library_of
@@ -159,15 +161,25 @@ def _global(value: Any, name: str) -> str:
 
 
 @per_class
+def kept_by_properties(cls: type) -> frozenset[str]:
+    """Names of the attributes in which a class's cached properties keep their values, and nothing else.
+
+    A subclass may put another member in a property's place, and methods may assign to the name.
+    """
+    members = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
+    names = {name for name, member in members.items() if isinstance(member, functools.cached_property)}
+    if names:
+        methods = [member for base in cls.__mro__ for member in vars(base).values()]
+        written = [names_written(one.__code__) for one in methods if isinstance(one, types.FunctionType)]
+        names -= {name[1:] for found in written for name in found if name.startswith(".")}
+    return frozenset(names)
+
+
+@per_class
 def _noise_of(cls: type) -> tuple[frozenset[str], bool]:
     """Names of attributes that do not count, and whether the class is a torch module."""
     # Values of cached properties do not count: the properties' code counts, with the class.
-    noise = {
-        name
-        for base in cls.__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, functools.cached_property)
-    }
+    noise = kept_by_properties(cls)
     of_module = is_module(cls)
     noise |= _MODULE_NOISE if of_module else set()
     noise |= _SKLEARN_NOISE if any(base.__module__.startswith("sklearn.") for base in cls.__mro__) else set()

@@ -33,7 +33,7 @@ PACKED_LIMIT = 1 << 20
 
 _MAGIC = b"castore page 1\r\n"
 _LARGEST = 1 << 62
-_CODEC_IDS = tuple(CODECS)
+_CODEC_IDS = ("zstd", "lz4", "gzip", "none")  # a name's place is a number in pages
 _LEAF = ("names", "digests", "sizes", "serializers", "metadata", "created", "expires")
 _PLACES = ("objects", "which", "offsets", "stored", "codecs", "frames")
 _TYPES: dict[str, set[type]] = {
@@ -43,6 +43,7 @@ _TYPES: dict[str, set[type]] = {
     "expires": {float, type(None)},
 }
 _INNER = ("firsts", "pages", "starts", "entries", "logical", "stored")
+assert set(_CODEC_IDS) == set(CODECS)
 
 
 class Place(NamedTuple):

@@ -14,7 +14,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from concurrent.futures import Executor
 from itertools import islice
 from operator import itemgetter
@@ -23,10 +23,12 @@ from typing import NamedTuple
 from castore.errors import (
     ConflictError,
     InvalidValueError,
+    NameConflictError,
     NotFoundError,
     RemoteError,
     RemoteMissingError,
 )
+from castore.names import FilesAbove
 from castore.parts import Parts
 from castore.records import Blob, Entry
 from castore.remote import commits
@@ -34,7 +36,7 @@ from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import Guard
 from castore.remote.commits import Commit, Ref
-from castore.remote.compare import Difference, agree, compare, list_names, open_base
+from castore.remote.compare import Compared, Difference, agree, compare, list_names, open_base
 from castore.remote.keys import commit_key
 from castore.remote.outcomes import Progress, Pushed
 from castore.remote.page_cache import PageCache
@@ -195,8 +197,9 @@ def _plan(
     seen = added = changed = removed = gone = 0
     conflicts: list[str] = []
     pickled: list[str] = []
+    nested: list[tuple[str, str]] = []
     ours = parts.index.entries(prefix, time.time(), damaged=False)
-    for compared in compare(ours, head, base, prefix):
+    for compared in _noting_nested(compare(ours, head, base, prefix), delete, nested):
         difference, entry, row = compared.difference, compared.ours, compared.theirs
         seen += entry is not None
         if entry is None:
@@ -227,12 +230,64 @@ def _plan(
             " or push to another ref",
             names=tuple(conflicts),
         )
+    _require_no_file_above(chosen, nested, head, prefix, ref)
     if pickled:
         raise InvalidValueError(
             f"{list_names(pickled)} would have to be unpickled by whoever pulls, which runs code, so no"
             " remote takes pickles; save with another serializer, or push a prefix without them"
         )
     return _Plan(chosen, agreed, is_all, added, changed, removed, gone)
+
+
+def _noting_nested(
+    names: Iterator[Compared], delete: bool, nested: list[tuple[str, str]]
+) -> Iterator[Compared]:
+    """The names. Files that other names of the ref would lie inside go to ``nested``, with these names.
+
+    Names of the ref that have expired are in nobody's way: no pull brings them.
+    """
+    above = FilesAbove()
+    for compared in names:
+        stays = _lives(compared.theirs) and not (compared.ours is None and delete)
+        comes = compared.ours is not None and compared.difference is not Difference.THEIRS
+        if (stays or comes) and (file := above.find(compared.name)) is not None:
+            nested.append((file, compared.name))
+        yield compared
+
+
+def _require_no_file_above(
+    chosen: list[tuple[str, Entry | None]],
+    nested: list[tuple[str, str]],
+    head: Tree | None,
+    prefix: str,
+    ref: str,
+) -> None:
+    """Check that no name that is pushed lies inside a file of the ref, or is one that others lie inside.
+
+    Args:
+        nested: of `_noting_nested`.
+        chosen, head, prefix, ref: of the push.
+
+    Raises:
+        NameConflictError: a name does; the message has both.
+    """
+    pushed = {name for name, entry in chosen if entry is not None}
+    pairs = [pair for pair in nested if not pushed.isdisjoint(pair)]
+    if pushed and prefix and head is not None:
+        parts = prefix.split("/")
+        folders = ("/".join(parts[:count]) for count in range(1, len(parts)))
+        pairs += [(folder, min(pushed)) for folder in folders if _lives(head.find(folder))]
+    if pairs:
+        file, name = pairs[0]
+        raise NameConflictError(
+            f"ref {ref!r} would have a file {file!r} and {name!r} inside it, and a name is a file or a"
+            " folder; rename one of them, remove the ref's with --delete (delete=True), or push to another"
+            " ref"
+        )
+
+
+def _lives(row: Row | None) -> bool:
+    return row is not None and (row.expires is None or row.expires > time.time())
 
 
 def _plan_repair(parts: Parts, head: Tree | None, bad: Set[bytes]) -> _Plan:

@@ -113,6 +113,7 @@ class Remote:
 
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
+            NameConflictError: a name would lie inside a file of the ref.
             NotFoundError: there is no name at or below ``prefix``.
             CorruptError: a blob here is damaged.
             InvalidValueError: an entry is a pickle, or ``note`` is no text, or one of more than 65,536 bytes.
@@ -160,7 +161,7 @@ class Remote:
             commit: the first six or more hex digits of a commit in the ref's history; default the newest.
             prefix: pull the names at and below it; default all.
             below: a folder of the store that the names come into; default none.
-            replace: take the ref's bytes for names that changed both here and there.
+            replace: take the ref's bytes for all names that differ, those too that changed here alone.
             lazy: bring the names alone. Bytes are fetched when somebody reads them; the budget drops them
                 again, and keeps the names.
             progress: called with stored bytes that have come, and the stored bytes of all that is fetched;

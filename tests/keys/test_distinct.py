@@ -481,6 +481,36 @@ def test_what_a_cached_property_keeps_does_not_count(make: Callable[[], Any], ad
     assert told(held) == before
 
 
+class Assigns(Cached):
+    """Sets what the property would work out."""
+
+    def __init__(self, worked_out: int) -> None:
+        self.worked_out = worked_out
+
+
+class Overrides(Cached):
+    worked_out: Any = None
+
+    def __init__(self, worked_out: int) -> None:
+        vars(self)["worked_out"] = worked_out
+
+
+class OverridesByProperty(Cached):
+    def __init__(self, worked_out: int) -> None:
+        vars(self)["worked_out"] = worked_out
+
+    @property
+    def worked_out(self) -> int:
+        return int(vars(self)["worked_out"])
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("cls", [Assigns, Overrides, OverridesByProperty])
+def test_an_attribute_in_the_place_of_a_cached_property_counts(cls: type[Any], adapter: str) -> None:
+    told = ADAPTERS[adapter]
+    assert told(cls(1)) == told(cls(1)) != told(cls(2))
+
+
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_module_that_the_first_look_imports_changes_no_later_one(
     adapter: str, folder: Path, monkeypatch: pytest.MonkeyPatch

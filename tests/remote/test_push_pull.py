@@ -16,6 +16,7 @@ from castore.errors import (
     CorruptError,
     FullError,
     InvalidValueError,
+    NameConflictError,
     NotFoundError,
     RemoteError,
     RemoteMissingError,
@@ -27,6 +28,7 @@ from castore.remote.folder_bucket import FolderBucket
 from castore.remote.keys import commit_key, page_key
 from castore.remote.pages import Row, digest_of, encode_leaf
 from castore.remote.tree import Tree
+from tests.clocks import pass_time
 from tests.helpers import agrees_with_disk, mixed, noise, records, text
 from tests.remote.conftest import MakeNode
 
@@ -215,6 +217,50 @@ def test_a_name_that_both_changed_is_a_conflict_that_changes_nothing(node: MakeN
     two.pull(replace=True)
     assert two.contents() == {"a": b"one's", "b": b"one's", "new": b"one's", "other": b"two's"}
     assert two.push().added == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [("f/x", "f"), ("f", "f/x"), ("a/f", "a/f/x/y")])
+@pytest.mark.parametrize("prefix", ["", "second"])
+def test_no_name_of_a_ref_lies_inside_a_file(node: MakeNode, first: str, second: str, prefix: str) -> None:
+    one, two, three = node("one"), node("two"), node("three")
+    one.store.put_many([(first, b"1"), (f"{first}-more", b"2"), ("g", b"3")])
+    pushed = one.push()
+    two.store.put_many([(second, b"4"), ("f.more", b"5")])
+    with pytest.raises(
+        NameConflictError, match=r"ref 'main' would have a file .* a name is a file or a folder"
+    ):
+        two.push(second if prefix else "")
+    three.pull()
+    assert three.contents() == one.contents()
+    assert one.push().commit == pushed.commit
+    two.store.delete(second)
+    two.push()
+    three.pull()
+    assert three.contents() == one.contents() | two.contents()
+
+
+def test_a_file_that_became_a_folder_here_replaces_it_in_the_ref_with_delete(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("f", b"1")
+    one.push()
+    one.store.delete("f")
+    one.store.put("f/x", b"2")
+    with pytest.raises(NameConflictError, match="remove the ref's with --delete"):
+        one.push()
+    one.push(delete=True)
+    two.pull()
+    assert two.contents() == {"f/x": b"2"}
+
+
+def test_an_expired_file_of_a_ref_is_in_no_names_way(node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("f", b"1", ttl=60)
+    one.push()
+    pass_time(monkeypatch, 120)
+    one.store.put("f/x", b"2")
+    one.push()
+    two.pull()
+    assert two.contents() == {"f/x": b"2"}
 
 
 def test_a_lost_base_makes_conflicts_of_differences_and_loses_nothing(node: MakeNode) -> None:

@@ -41,7 +41,7 @@ from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
 from castore.keys.libraries import library_of
-from castore.keys.pickled import pickled_attributes
+from castore.keys.pickled import kept_by_properties, pickled_attributes
 from castore.keys.tracing import encode
 from castore.keys.values import SHARED
 
@@ -449,7 +449,7 @@ def _assigned(cls: type) -> frozenset[str]:
     """Attributes that the methods which read a dataset or a transform assign or write to: a handle that is
     opened late, a counter, a dict of samples read. Cached properties count among them.
     """
-    found = {name for base in cls.__mro__ for name, member in vars(base).items() if _is_cached(member)}
+    found = set(kept_by_properties(cls))
     known: set[str] = set()
     todo = {*_READING}
     while todo:
@@ -461,10 +461,6 @@ def _assigned(cls: type) -> frozenset[str]:
             found |= {name[1:] for name in names_written(function.__code__) if name.startswith(".")}
             todo |= attributes_read(function.__code__) - known
     return frozenset(found)
-
-
-def _is_cached(member: object) -> bool:
-    return isinstance(member, functools.cached_property)
 
 
 def _alike(old: Any, new: Any) -> bool:

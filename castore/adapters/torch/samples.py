@@ -65,6 +65,7 @@ _PLAIN, _FORMED = 1, 2
 _BUCKET = 1000
 # Far beyond any real sample; each level of nesting takes a few Python frames.
 _DEEPEST = 64
+_LONGEST_KEY = 2000  # bits; Python writes 640 digits whatever its limit is set to
 _KEYS = frozenset({str, int, bool, type(None)})
 
 
@@ -172,12 +173,18 @@ def _take_sequence(value: list[Any] | tuple[Any, ...], payloads: Payloads, depth
 
 def _take_dict(value: dict[Any, Any], payloads: Payloads, depth: int) -> Mark:
     depth += 1
-    if _KEYS.issuperset(map(type, value)):
+    kinds = set(map(type, value))
+    if kinds <= _KEYS and not (int in kinds and any(map(_is_long, value))):
         # The type belongs to the mark: 1 and True are equal and hash alike.
         marks = [(type(key), key, _take(item, payloads, depth)) for key, item in value.items()]
         return "dict", tuple(marks)
     pairs = [(_take(key, payloads, depth), _take(item, payloads, depth)) for key, item in value.items()]
     return "pairs", tuple(pairs)
+
+
+def _is_long(key: Any) -> bool:
+    """Whether a key is an integer that Python may refuse to write in decimal digits."""
+    return type(key) is int and key.bit_length() > _LONGEST_KEY
 
 
 _CONTAINERS: dict[type, Callable[[Any, Payloads, int], Mark]] = {

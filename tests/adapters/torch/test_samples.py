@@ -202,6 +202,11 @@ def images() -> dict[str, Image.Image]:
     return found
 
 
+def test_keys_may_be_integers_of_any_length() -> None:
+    sample = {10**5000: 1, 1: {-(10**6000): "a"}}
+    assert unpack(pack(sample)) == sample
+
+
 @pytest.mark.parametrize("name", images())
 def test_images_come_back_with_mode_size_pixels_palette_and_transparency(name: str) -> None:
     image = images()[name]
