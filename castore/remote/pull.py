@@ -113,7 +113,7 @@ def pull(
         replace: take the commit's bytes for names that changed here, too.
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
             brings the bytes, too.
-        base: of the ref; the next one is kept there, unless an older commit is pulled.
+        base: of the ref; the next one is kept there.
 
     Raises:
         ConflictError: names have changed both here and in the commit since ``base``.
@@ -134,12 +134,10 @@ def pull(
     else:
         _name(parts, bucket, lazy, plan, progress)
         fetched = 0
-    pulled = Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched)
-    if start is None:
-        agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
-        named = ((row.name, row) for row in agreed)
-        base.keep(tree.root if plan.is_all else agree(before, named, pages.read, pages.keep))
-    return pulled
+    agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
+    named = ((row.name, row) for row in agreed)
+    base.keep(tree.root if plan.is_all else agree(before, named, pages.read, pages.keep))
+    return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched)
 
 
 def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from blake3 import blake3
 
 from castore import NEVER, Store
 from castore.errors import (
@@ -217,6 +218,34 @@ def test_a_name_that_both_changed_is_a_conflict_that_changes_nothing(node: MakeN
     two.pull(replace=True)
     assert two.contents() == {"a": b"one's", "b": b"one's", "new": b"one's", "other": b"two's"}
     assert two.push().added == 1
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_store_that_goes_from_commit_to_commit_has_changed_nothing(node: MakeNode, is_lazy: bool) -> None:
+    one, two = node("one"), node("two")
+    states = [{"a": b"1", "b": b"1"}, {"a": b"2", "b": b"1", "c": b"2"}, {"a": b"3", "b": b"3", "c": b"2"}]
+    found = []
+    for state in states:
+        one.store.put_many(state.items())
+        found.append(one.push().commit)
+    lazy = "team" if is_lazy else None
+
+    def names_and_digests(store: Store) -> dict[str, str]:
+        return {entry.name: entry.digest for entry in store.entries()}
+
+    wanted = {"a": b"", "b": b"", "c": b""}
+    for number in (0, 1, 0, 2, 1, None, 0, None):
+        two.pull(start=None if number is None else found[number][:8], lazy=lazy)
+        wanted |= states[-1 if number is None else number]
+        have = {name: blake3(data).hexdigest() for name, data in wanted.items() if data}
+        assert names_and_digests(two.store) == have
+        pushed = two.push()
+        assert (pushed.commit, pushed.added, pushed.changed) == (found[-1], 0, 0)
+    two.pull(start=found[0][:8], lazy=lazy)
+    two.store.put("b", b"edited")
+    with pytest.raises(ConflictError) as caught:
+        two.push()
+    assert caught.value.names == ("b",)
 
 
 @pytest.mark.parametrize(("first", "second"), [("f/x", "f"), ("f", "f/x"), ("a/f", "a/f/x/y")])
