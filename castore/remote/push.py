@@ -248,9 +248,15 @@ def _noting_nested(
     """
     above = FilesAbove()
     for compared in names:
-        stays = _lives(compared.theirs) and not (compared.ours is None and delete)
-        comes = compared.ours is not None and compared.difference is not Difference.THEIRS
-        if (stays or comes) and (file := above.find(compared.name)) is not None:
+        if compared.ours is None:
+            is_there = not delete and _lives(compared.theirs)
+        else:  # the difference takes longest, so it comes last
+            is_there = (
+                _lives(compared.theirs)
+                or compared.base is None
+                or compared.difference is not Difference.THEIRS
+            )
+        if is_there and (file := above.find(compared.name)) is not None:
             nested.append((file, compared.name))
         yield compared
 
