@@ -131,10 +131,10 @@ class Connections:
         busy = block_forks()
         with self._lock, busy:
             # Threads come and go: connections of ended threads would use up the process's descriptors.
-            for opened in self._open:
-                if not opened.thread.is_alive():
-                    _disconnect(opened.db)
-            self._open = [opened for opened in self._open if opened.thread.is_alive()]
+            # Each thread is asked once: one that ended between two questions would leave its connection open.
+            for opened in [opened for opened in self._open if not opened.thread.is_alive()]:
+                _disconnect(opened.db)
+                self._open.remove(opened)
             # check_same_thread is off only so that this object can close every thread's connection.
             db = sqlite3.connect(
                 self._address(),

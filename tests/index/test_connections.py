@@ -108,3 +108,42 @@ def test_only_a_closed_connection_may_miss_its_checkpoint_setting(tmp_path: Path
         with pytest.raises((sqlite3.ProgrammingError, sqlite3.Warning), match="one statement"):
             checkpoint_at(db, "1; SELECT 1")  # type: ignore[arg-type]
     checkpoint_at(db, 1)
+
+
+class _EndsAsItIsAsked(threading.Thread):
+    """A thread that is alive when it is asked for the first time, and has ended when the answer is there."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self.work, self.may_end = work, threading.Event()
+
+    def run(self) -> None:
+        self.work()
+        self.may_end.wait()
+
+    def is_alive(self) -> bool:
+        answer = super().is_alive()
+        self.may_end.set()
+        self.join()
+        return answer
+
+
+def test_no_connection_stays_of_a_thread_that_ends_while_another_opens_one(tmp_path: Path) -> None:
+    """Regression: the threads were asked twice. One that ended in between left its connection open."""
+    with Store(tmp_path / "store", memory=0) as store:
+        store.put("a", b"1")
+        has_read = threading.Event()
+
+        def read() -> None:
+            store.get("a")
+            has_read.set()
+
+        ending = _EndsAsItIsAsked(read)
+        ending.start()
+        assert has_read.wait(60)
+        other = threading.Thread(target=store.get, args=("a",))
+        other.start()
+        other.join()
+        assert ending.may_end.is_set()
+    opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert not [path for path in opened if path.startswith(str(tmp_path / "store" / "index.sqlite"))]
