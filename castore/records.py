@@ -7,7 +7,7 @@ handles: nothing here opens or reads anything.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import xxhash
 
@@ -128,6 +128,18 @@ def parse_metadata(text: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"damaged": str(text)}
+
+
+def is_file_record(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a value in metadata says of which file an entry is a copy: path, size and mtime.
+
+    Users may have ``source`` and ``sources`` in metadata for purposes of their own.
+    """
+    return (
+        isinstance(value, dict)
+        and {"size", "mtime_ns"} <= value.keys()
+        and isinstance(value.get("path"), str)
+    )
 
 
 class Found(NamedTuple):

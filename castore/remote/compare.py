@@ -11,17 +11,21 @@ ref that others changed and that this store has not pulled.
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from castore.records import Entry
+from castore.records import Entry, is_file_record, parse_metadata
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
 from castore.remote.tree import KeepPage, ReadPage, Tree, build, edit
 from castore.write.arguments import dump_metadata
+
+# Digest, serializer and metadata.
+_Content = tuple[bytes, str, str | None]
 
 
 class Difference(Enum):
@@ -50,14 +54,17 @@ class Compared(NamedTuple):
 
     @property
     def difference(self) -> Difference:
-        """Which side has changed the name since ``base``. Bytes, serializer and metadata count."""
+        """Which side has changed the name since ``base``.
+
+        Bytes, serializer and metadata count. The record of the file that was copied does not.
+        """
         ours = None if self.ours is None else _of_entry(self.ours)
         theirs, base = _of_row(self.theirs), _of_row(self.base)
-        if ours == theirs:
+        if _is_same(ours, theirs):
             return Difference.NONE
-        if theirs == base:
+        if _is_same(theirs, base):
             return Difference.OURS
-        return Difference.THEIRS if ours == base else Difference.BOTH
+        return Difference.THEIRS if _is_same(ours, base) else Difference.BOTH
 
 
 def compare(
@@ -110,12 +117,27 @@ def _named(tree: Tree, prefix: str, start: str, side: int) -> Iterator[tuple[str
     return ((start + row.name, side, row) for row in tree.rows(prefix))
 
 
-def _of_entry(entry: Entry) -> tuple[Any, ...]:
+def _of_entry(entry: Entry) -> _Content:
     return bytes.fromhex(entry.digest), entry.serializer, dump_metadata(entry.metadata)
 
 
-def _of_row(row: Row | None) -> tuple[Any, ...] | None:
+def _of_row(row: Row | None) -> _Content | None:
     return None if row is None else (row.digest, row.serializer, row.metadata)
+
+
+def _is_same(one: _Content | None, other: _Content | None) -> bool:
+    if one is None or other is None or one == other:
+        return one == other
+    # JSON is parsed for the few names whose metadata differ.
+    return one[:2] == other[:2] and _without_file(one[2]) == _without_file(other[2])
+
+
+def _without_file(text: str | None) -> str:
+    """Metadata without the path and mtime of the file that was copied, which differ from node to node."""
+    metadata = parse_metadata(text)
+    if is_file_record(metadata.get("source")):
+        del metadata["source"]
+    return json.dumps(metadata, sort_keys=True)
 
 
 def list_names(names: Sequence[str]) -> str:

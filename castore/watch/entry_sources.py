@@ -13,13 +13,13 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import blake3
 
 from castore import Store
 from castore.errors import InvalidValueError
-from castore.records import Entry
+from castore.records import Entry, is_file_record
 
 #: A file written less than this ago may be written again within the same tick of the file system's clock.
 _CLOCK_TICK_NS = 50_000_000
@@ -106,17 +106,8 @@ def sources_of(entry: Entry) -> list[dict[str, Any]]:
     """All files that an entry remembers, each with its digest."""
     source = entry.metadata.get("source")
     listed = entry.metadata.get("sources")
-    found = [source | {"digest": entry.digest}] if _is_source(source) else []
-    return found + [one for one in listed if _is_source(one)] if isinstance(listed, list) else found
-
-
-def _is_source(value: object) -> TypeGuard[dict[str, Any]]:
-    # Users may also have `source` and `sources` in metadata for purposes of their own.
-    return (
-        isinstance(value, dict)
-        and {"size", "mtime_ns"} <= value.keys()
-        and isinstance(value.get("path"), str)
-    )
+    found = [source | {"digest": entry.digest}] if is_file_record(source) else []
+    return found + [one for one in listed if is_file_record(one)] if isinstance(listed, list) else found
 
 
 def _difference(source: dict[str, Any]) -> str | None:

@@ -29,6 +29,7 @@ from castore.remote.folder_bucket import FolderBucket
 from castore.remote.keys import commit_key, page_key
 from castore.remote.pages import Row, digest_of, encode_leaf
 from castore.remote.tree import Tree
+from castore.watch.entry_sources import source_of
 from tests.clocks import pass_time
 from tests.helpers import agrees_with_disk, mixed, noise, records, text
 from tests.remote.conftest import MakeNode
@@ -218,6 +219,50 @@ def test_a_name_that_both_changed_is_a_conflict_that_changes_nothing(node: MakeN
     two.pull(replace=True)
     assert two.contents() == {"a": b"one's", "b": b"one's", "new": b"one's", "other": b"two's"}
     assert two.push().added == 1
+
+
+def add(store: Store, folder: Path, prefix: str) -> None:
+    """Put the files of a folder, each with the record of its file."""
+    for path in sorted(folder.iterdir()):
+        source = source_of(str(path), path.stat())
+        store.put(f"{prefix}/{path.name}", path.read_bytes(), metadata={"source": source})
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_where_a_file_was_copied_from_is_no_change_of_its_name(
+    node: MakeNode, tmp_path: Path, is_same: bool
+) -> None:
+    """Regression: nodes that added copies of the same files were in conflict over every name."""
+    nodes = node("one"), node("two")
+    for number, one in enumerate(nodes):
+        folder = tmp_path / f"copy {number}"
+        folder.mkdir()
+        for name in ("a", "b"):
+            (folder / name).write_text(name if is_same else f"{name} {number}")
+            os.utime(folder / name, ns=(0, number * 10**9))
+        add(one.store, folder, "set")
+    pushed = nodes[0].push()
+    if is_same:
+        again = nodes[1].push()
+        assert (again.commit, again.added, again.changed) == (pushed.commit, 0, 0)
+        assert nodes[1].pull().changed == 0
+    else:
+        with pytest.raises(ConflictError, match="'set/a' and 1 more name changed both here and in ref"):
+            nodes[1].push()
+    # A file that was touched is not pushed again; one with another note is, and takes its new record along.
+    os.utime(tmp_path / "copy 0" / "a", ns=(0, 5 * 10**9))
+    add(nodes[0].store, tmp_path / "copy 0", "set")
+    assert nodes[0].push().changed == 0
+    entry = nodes[0].store.entry("set/a")
+    assert entry is not None
+    assert entry.metadata["source"]["mtime_ns"] == 5 * 10**9
+    nodes[0].store.put("set/a", b"a" if is_same else b"a 0", metadata=entry.metadata | {"note": 1})
+    assert nodes[0].push().changed == 1
+    # The user's own `source` is metadata like any other.
+    nodes[0].store.put("own", b"1", metadata={"source": "web"})
+    nodes[0].push()
+    nodes[0].store.put("own", b"1", metadata={"source": "paper"})
+    assert nodes[0].push().changed == 1
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
