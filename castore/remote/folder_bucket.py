@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ from castore.system.temporary import open_regular, sync_folder
 _PIECE = 4 << 20
 # Ends the name of the folder with the versions of a conditional object. No key has it.
 _VERSIONS = "~"
+# The name of a version is its number, in eight digits or more.
+_VERSION = re.compile("[0-9]{8}|[1-9][0-9]{8,17}")
 # Versions of a conditional object that stay.
 _KEPT = 64
 #: Files on their way, in the bucket's own file system. The collector removes those that are left behind.
@@ -163,14 +166,18 @@ class FolderBucket:
     def _open(self, key: str) -> tuple[BinaryIO, int]:
         """The object's file, open for reading, and its version; 0 for an object that `put` wrote.
 
-        A link, or a pipe, which would block, counts as missing.
+        A link, or a pipe, which would block, counts as missing. In the place of a version it is an error: an
+        older version must not count instead.
         """
         with suppress(FileNotFoundError):
             return os.fdopen(open_regular(self._path(key)), "rb"), 0
         while number := self._newest(key):
             # Between the two calls newer versions may have come, and this one may have gone.
             with suppress(FileNotFoundError):
-                return os.fdopen(open_regular(self._version(key, number)), "rb"), number
+                path = self._version(key, number)
+                if not stat.S_ISREG(os.lstat(path).st_mode):
+                    raise OSError(errno.EINVAL, f"{path} is not a file; remove it")
+                return os.fdopen(open_regular(path), "rb"), number
         raise FileNotFoundError(errno.ENOENT, "no such object", key)
 
     def _path(self, key: str) -> Path:
@@ -187,7 +194,7 @@ class FolderBucket:
             names = os.listdir(self._versions(key))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+        return sorted(int(name) for name in names if _VERSION.fullmatch(name))
 
     def _newest(self, key: str) -> int:
         return max(self._numbers(key), default=0)

@@ -499,6 +499,39 @@ def test_a_link_and_a_pipe_in_a_folder_are_no_objects(tmp_path: Path) -> None:
     assert keys(bucket) == ["objects/one"]
 
 
+@pytest.mark.parametrize("damage", ["folder", "link", "dangling link", "pipe"])
+def test_what_is_no_file_in_the_place_of_a_version_is_an_error(tmp_path: Path, damage: str) -> None:
+    """Regression: a reader looked for the version for ever."""
+    bucket = FolderBucket(tmp_path / "bucket")
+    assert bucket.create("refs/main", b"1")
+    assert bucket.replace("refs/main", b"2", 1)
+    path = tmp_path / "bucket" / "refs" / "main~" / "00000002"
+    path.unlink()
+    {
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to("00000001"),
+        "dangling link": lambda: path.symlink_to("gone"),
+        "pipe": lambda: os.mkfifo(path),
+    }[damage]()
+    for ask in (bucket.get, bucket.size, lambda key: bucket.create(key, b"3")):
+        with pytest.raises(RemoteError, match=r"cannot use refs/main in .*: .*/00000002 is not a file"):
+            ask("refs/main")
+    path.rmdir() if damage == "folder" else path.unlink()
+    assert bucket.get("refs/main").data == b"1"
+
+
+def test_a_file_beside_the_versions_is_none_of_them(tmp_path: Path) -> None:
+    """Regression: a reader looked for version 7 for ever where a file had the name ``7``."""
+    bucket = FolderBucket(tmp_path / "bucket")
+    assert bucket.create("refs/main", b"1")
+    for name in ("7", "00000009.orig", "9" * 200):
+        (tmp_path / "bucket" / "refs" / "main~" / name).write_bytes(b"other")
+    assert bucket.get("refs/main").data == b"1"
+    assert [one.key for one in bucket.listing("refs/")] == ["refs/main"]
+    assert bucket.replace("refs/main", b"2", 1)
+    assert bucket.get("refs/main").data == b"2"
+
+
 def test_a_folder_without_permission_is_denied_and_one_below_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RemoteDeniedError, match="no permission for one in file:///sys/castore"):
         FolderBucket(Path("/sys/castore")).put("one", b"1")
