@@ -507,12 +507,12 @@ def test_what_is_no_file_in_the_place_of_a_version_is_an_error(tmp_path: Path, d
     assert bucket.replace("refs/main", b"2", 1)
     path = tmp_path / "bucket" / "refs" / "main~" / "00000002"
     path.unlink()
-    {
-        "folder": path.mkdir,
-        "link": lambda: path.symlink_to("00000001"),
-        "dangling link": lambda: path.symlink_to("gone"),
-        "pipe": lambda: os.mkfifo(path),
-    }[damage]()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("00000001" if damage == "link" else "gone")
     for ask in (bucket.get, bucket.size, lambda key: bucket.create(key, b"3")):
         with pytest.raises(RemoteError, match=r"cannot use refs/main in .*: .*/00000002 is not a file"):
             ask("refs/main")
