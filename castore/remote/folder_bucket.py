@@ -274,8 +274,11 @@ def _make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that they survive a power cut."""
     if not folder.is_dir():
         _make_folder(folder.parent)
-        with suppress(FileExistsError):
+        try:
             folder.mkdir()
+        except FileExistsError:
+            if folder.is_symlink() and not folder.is_dir():  # else another process made it, or it is a file
+                raise NotADirectoryError(errno.ENOTDIR, "a link that leads nowhere", str(folder)) from None
         sync_folder(folder.parent)
 
 
@@ -294,7 +297,7 @@ class _translated:  # noqa: N801
             return
         if isinstance(error, NotADirectoryError):
             raise RemoteError(
-                f"cannot use {self._what}: a file lies in the way, where a folder should be"
+                f"cannot use {self._what}: a file lies in the way, or a dead link, where a folder should be"
             ) from error
         if isinstance(error, FileNotFoundError):
             why = "" if self._folder.is_dir() else ", nor its folder; is the file system mounted?"

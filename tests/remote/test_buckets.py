@@ -532,6 +532,19 @@ def test_a_file_beside_the_versions_is_none_of_them(tmp_path: Path) -> None:
     assert bucket.get("refs/main").data == b"2"
 
 
+def test_a_dead_link_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    """Regression: a writer tried for ever to make the folder."""
+    bucket = FolderBucket(tmp_path / "bucket")
+    (tmp_path / "bucket" / "refs").mkdir(parents=True)
+    (tmp_path / "bucket" / "refs" / "main~").symlink_to(tmp_path / "gone")
+    (tmp_path / "bucket" / "objects").symlink_to(tmp_path / "gone")
+    with pytest.raises(RemoteError, match=r"cannot use refs/main in .*: a file lies in the way"):
+        bucket.create("refs/main", b"1")
+    with pytest.raises(RemoteError, match=r"cannot use objects/one in .*: a file lies"):
+        bucket.put("objects/one", b"1")
+    assert list((tmp_path / "bucket" / UNFINISHED).iterdir()) == []
+
+
 def test_a_folder_without_permission_is_denied_and_one_below_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RemoteDeniedError, match="no permission for one in file:///sys/castore"):
         FolderBucket(Path("/sys/castore")).put("one", b"1")
