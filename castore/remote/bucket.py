@@ -7,7 +7,7 @@ meaning of an object. Calls block, and may come from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -95,8 +95,8 @@ class Bucket(Protocol):
         """Length in bytes of an object, or None if there is none."""
         ...
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes from ``start`` to ``end`` of each range, neighbouring ones in one request.
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        """The bytes of an object from ``start`` to ``end``, or to its own end if that comes before.
 
         Raises:
             RemoteError: the storage gave another number of bytes.

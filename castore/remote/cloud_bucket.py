@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -258,18 +258,24 @@ class CloudBucket:
         except RemoteMissingError:
             return None
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def get_range(self, key: str, start: int, end: int) -> bytes:
         """See `Bucket`."""
-        asked = [(start, end) for start, end in ranges if start < end]
-        starts, ends = [start for start, _ in asked], [end for _, end in asked]
-        found = iter(self._ask(key, lambda: obstore.get_ranges(self._store, key, starts=starts, ends=ends)))
-        got = [bytes(next(found)) if start < end else b"" for start, end in ranges]
-        for data, (start, end) in zip(got, ranges, strict=True):
-            if len(data) != end - start:
-                raise RemoteError(
-                    f"{self.url} gave {len(data)} bytes where bytes {start} to {end} of {key} were asked for:"
-                    " the object is shorter than the tree says, or the storage ignores ranges"
-                )
+        try:
+            return self._range(key, start, end)
+        except _ShortError:
+            size = self.size(key) or 0
+            return self._range(key, min(start, size), min(end, size))
+
+    def _range(self, key: str, start: int, end: int) -> bytes:
+        """`get_range` of an object that ends behind the range."""
+        if start >= end:
+            return b""
+        got = bytes(self._ask(key, lambda: obstore.get_range(self._store, key, start=start, end=end)))
+        if len(got) != end - start:
+            raise _ShortError(
+                f"{self.url} gave {len(got)} bytes where bytes {start} to {end} of {key} were asked for:"
+                " the storage ignores ranges"
+            )
         return got
 
     def stream(self, key: str) -> Iterator[bytes]:
@@ -374,6 +380,10 @@ class _NoCredentialsError(RemoteDeniedError):
     """Nobody gave any. A machine's role does, if its service answers."""
 
 
+class _ShortError(RemoteError):
+    """A range ends behind the object, or the storage gave another number of bytes."""
+
+
 _MAY_PASS = (RemoteUnreachableError, _NoCredentialsError)
 
 
@@ -415,7 +425,7 @@ def _translate(error: Exception, url: str, key: str) -> RemoteError:
     if isinstance(error, FileNotFoundError):
         return RemoteMissingError(f"{url} has no {key}")
     if status == 416 or "StartTooLarge" in text:
-        return RemoteError(f"{what} is shorter than the tree says; `castore remote check` tells more")
+        return _ShortError(f"{what} is shorter than the tree says; `castore remote check` tells more")
     if "NotPartial" in text:
         return RemoteError(f"{url} answers a range of {key} with the whole object: it is unfit for a remote")
     if status == 501:

@@ -24,6 +24,9 @@ from castore.remote.pages import Row
 from castore.remote.tree import KeepPage, ReadPage, Tree, build, edit
 from castore.write.arguments import dump_metadata
 
+# Keys of the record of a file that was copied: `castore add` writes the first four, and `castore watch
+# --replace` adds those of its link.
+_OF_FILE = frozenset(("path", "size", "mtime_ns", "through", "link", "was", "mode", "pinned"))
 # Digest, serializer and metadata.
 _Content = tuple[bytes, str, str | None]
 
@@ -133,9 +136,13 @@ def _is_same(one: _Content | None, other: _Content | None) -> bool:
 
 
 def _without_file(text: str | None) -> str:
-    """Metadata without the path and mtime of the file that was copied, which differ from node to node."""
+    """Metadata without the record of the file that was copied: its path and mtime differ from node to node.
+
+    A user's own record with other keys besides is metadata like any other.
+    """
     metadata = parse_metadata(text)
-    if is_file_record(metadata.get("source")):
+    source = metadata.get("source")
+    if is_file_record(source) and source.keys() <= _OF_FILE:
         del metadata["source"]
     return json.dumps(metadata, sort_keys=True)
 

@@ -138,7 +138,7 @@ class BlobFetcher:
     def _records(self, request: _Request) -> list[tuple[Row, Staged]]:
         """The blobs of neighbouring records of a pack."""
         key, start = object_key(request.object, packed=True), request.start
-        [data] = self._bucket.get_ranges(key, [(start, request.end)])
+        data = self._bucket.get_range(key, start, request.end)
         self.fetched += len(data)
         view = memoryview(data)
         with ExitStack() as undo:

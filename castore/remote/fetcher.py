@@ -328,8 +328,7 @@ class Fetcher:
         if end - start > LARGEST_PART:
             raise CorruptError(f"a tree of {source.bucket.url} has frames that cannot be, of {wanted.name!r}")
         key = object_key(place.object, packed=place.is_packed)
-        ranges = [(place.offset + start, place.offset + end)]
-        [stored] = source.require(source.bucket.get_ranges, key, ranges)
+        stored = source.require(source.bucket.get_range, key, place.offset + start, place.offset + end)
         frames = check_frames(stored, wanted, first, stop, f"{source.bucket.url}/{key}")
         if place.is_packed:
             blobs = BlobFetcher(self._parts, source.bucket, self._network)
@@ -485,7 +484,7 @@ class Fetcher:
 
     def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:
         key, start, end = object_key(digest, packed=False), parts[0].start, parts[-1].end
-        [data] = source.require(source.bucket.get_ranges, key, [(start, end)])
+        data = source.require(source.bucket.get_range, key, start, end)
         view = memoryview(data)
         coming: list[tuple[str, memoryview]] = []
         for part in parts:

@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,17 +71,13 @@ class FolderBucket:
             with file:
                 return os.fstat(file.fileno()).st_size
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def get_range(self, key: str, start: int, end: int) -> bytes:
         """See `Bucket`."""
         with _translated(self, key):
             file, _ = self._open(key)
             with file:
-                found = [os.pread(file.fileno(), end - start, start) for start, end in ranges]
-        if any(len(data) != end - start for data, (start, end) in zip(found, ranges, strict=True)):
-            raise RemoteError(
-                f"{key} in {self.url} is shorter than the tree says; `castore remote check` tells more"
-            )
-        return found
+                file.seek(start)
+                return file.read(end - start)
 
     def stream(self, key: str) -> Iterator[bytes]:
         """See `Bucket`."""

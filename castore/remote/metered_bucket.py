@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,11 @@ class MeteredBucket:
         with self._request("reads"):
             return self._bucket.size(key)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def get_range(self, key: str, start: int, end: int) -> bytes:
         """See `Bucket`."""
         with self._request("reads"):
-            found = self._bucket.get_ranges(key, ranges)
-        self._receive(sum(map(len, found)))
+            found = self._bucket.get_range(key, start, end)
+        self._receive(len(found))
         return found
 
     def stream(self, key: str) -> Iterator[bytes]:

@@ -155,7 +155,7 @@ class _Trial:
             return None
         ranges = [(1, 2), (len(whole) // 2, len(whole)), (len(whole) - 1, len(whole))]
         try:
-            found = self._bucket.get_ranges(key, ranges)
+            found = [self._bucket.get_range(key, *one) for one in ranges]
         except RemoteUnreachableError:
             raise
         except RemoteError as error:

@@ -218,9 +218,8 @@ class MemoryBucket:
         self._world.step(f"size {key}")
         return len(self._world.objects[key][0]) if key in self._world.objects else None
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        data = self.get(key).data
-        return [data[start:end] for start, end in ranges]
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        return self.get(key).data[start:end]
 
     def stream(self, key: str) -> Iterator[bytes]:
         yield self.get(key).data

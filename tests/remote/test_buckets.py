@@ -57,9 +57,8 @@ def test_an_object_is_read_back_whole_in_ranges_and_as_a_stream(bucket: Bucket) 
     assert bucket.get("objects/ab/one").data == data
     assert b"".join(bucket.stream("objects/ab/one")) == data
     assert bucket.size("objects/ab/one") == len(data)
-    ranges = [(7, 20), (299_990, 300_000), (20, 20), (0, 300_000), (5, 6)]
-    assert bucket.get_ranges("objects/ab/one", ranges) == [data[start:end] for start, end in ranges]
-    assert bucket.get_ranges("objects/ab/one", []) == []
+    for start, end in [(7, 20), (299_990, 300_000), (20, 20), (0, 300_000), (5, 6)]:
+        assert bucket.get_range("objects/ab/one", start, end) == data[start:end]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -85,17 +84,19 @@ def test_an_object_that_is_not_there_is_missing(bucket: Bucket) -> None:
         for read in (
             bucket.get,
             lambda key: list(bucket.stream(key)),
-            lambda key: bucket.get_ranges(key, [(0, 1)]),
+            lambda key: bucket.get_range(key, 0, 1),
         ):
             with pytest.raises(RemoteMissingError, match=key):
                 read(key)
 
 
-def test_a_range_is_never_shorter_than_was_asked_for(bucket: Bucket) -> None:
+def test_a_range_ends_where_its_object_ends(bucket: Bucket) -> None:
     bucket.put("truncated", b"0123456789")
-    for ranges in ([(5, 11)], [(10, 12)], [(100, 101)], [(0, 4), (8, 12)]):
-        with pytest.raises(RemoteError, match="shorter than the tree says"):
-            bucket.get_ranges("truncated", ranges)
+    bucket.put("empty", b"")
+    assert bucket.get_range("truncated", 5, 11) == b"56789"
+    assert bucket.get_range("truncated", 10, 12) == b""
+    assert bucket.get_range("truncated", 100, 101) == b""
+    assert bucket.get_range("empty", 0, 4) == b""
 
 
 def test_an_object_too_large_for_memory_is_not_read_into_it(
@@ -273,7 +274,7 @@ def test_refused_credentials_are_told_with_where_they_come_from(seaweedfs: Place
     bucket = seaweedfs.fresh(**changes)
     asks: list[Callable[[], object]] = [
         lambda: bucket.get("one"),
-        lambda: bucket.get_ranges("one", [(0, 1)]),
+        lambda: bucket.get_range("one", 0, 1),
         lambda: list(bucket.stream("one")),
         lambda: list(bucket.listing("")),
         lambda: bucket.put("one", b"1"),

@@ -285,6 +285,25 @@ def test_damaged_bytes_are_fetched_again(lazy: Store, tmp_path: Path) -> None:
         assert again.stat().corrupt == 2
 
 
+@pytest.mark.parametrize("left", [39, 20, 0])
+def test_a_truncated_pack_costs_what_lay_behind_its_end(tmp_path: Path, left: int) -> None:
+    """Regression: one byte less made all names of a request unreadable, and each read an error."""
+    contents = {f"{number:03d}": noise(9000, number) for number in range(40)}
+    with Store(tmp_path / "one", codec="none") as one:
+        one.put_many(contents.items())
+        know(one, "team", (tmp_path / "bucket").as_uri()).push()
+    [pack] = [path for path in (tmp_path / "bucket" / "packs").rglob("*") if path.is_file()]
+    os.truncate(pack, pack.stat().st_size * (left + 1) // 40 - 1 if left else 0)  # the last one lacks a byte
+    with node(tmp_path / "two", (tmp_path / "bucket").as_uri()) as two:
+        two.pull(remote="team", lazy=True)
+        found = {name: two.get(name) for name in contents}
+        assert two.get_many(list(contents)) == list(found.values())
+        assert all(data in (None, contents[name]) for name, data in found.items())
+        assert sum(data is not None for data in found.values()) == left
+        missed = next(name for name, data in found.items() if data is None)
+        assert two.get_or_compute(missed, lambda: b"made anew") == b"made anew"
+
+
 def test_bytes_that_the_remote_lost_are_a_miss_and_a_network_that_is_down_is_an_error(
     lazy: Store, copied: Path, pushed: Store
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,8 +101,8 @@ class ClockAhead(FolderBucket):
 
 
 class OtherRanges(FolderBucket):
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return super().get_ranges(key, [(0, end - start) for start, end in ranges])
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        return super().get_range(key, 0, end - start)
 
 
 class CreatesInTurns(FolderBucket):

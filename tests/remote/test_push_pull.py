@@ -258,7 +258,12 @@ def test_where_a_file_was_copied_from_is_no_change_of_its_name(
     assert entry.metadata["source"]["mtime_ns"] == 5 * 10**9
     nodes[0].store.put("set/a", b"a" if is_same else b"a 0", metadata=entry.metadata | {"note": 1})
     assert nodes[0].push().changed == 1
-    # The user's own `source` is metadata like any other.
+    # The user's own `source` is metadata like any other, whatever keys it has.
+    for note in ("unknown", "free"):
+        source = {"path": "s3://crawl", "size": 3, "mtime_ns": 1, "license": note}
+        nodes[0].store.put("crawled", b"abc", metadata={"source": source})
+        pushed = nodes[0].push()
+        assert pushed.added + pushed.changed == 1
     nodes[0].store.put("own", b"1", metadata={"source": "web"})
     nodes[0].push()
     nodes[0].store.put("own", b"1", metadata={"source": "paper"})
