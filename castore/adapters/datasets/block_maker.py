@@ -15,6 +15,8 @@ import itertools
 import os
 import statistics
 import threading
+import uuid
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +32,7 @@ from castore.adapters.datasets.block_entries import (
     BlockResult,
     NotInBlocksError,
     name_again,
+    name_of_result,
     put_result,
     remove_result,
 )
@@ -45,12 +48,24 @@ from castore.adapters.datasets.block_step import (
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import file_states
+from castore.errors import CacheWarning
 from castore.store import Store
 
 # So much of a step suffices to estimate the size of its result.
 _SHOWS_SIZE = 1 / 20
 # So many parts of a block tell how long the rest of it takes.
 _TELLING_PARTS = 3
+
+
+#: Why an operator's step cannot run in processes block by block.
+REMEMBERS = (
+    "the function remembers rows that it has seen, so its results depend on the rows before; remember nothing"
+    " between two calls, or load what the function needs under functools.cache"
+)
+
+
+class BeginsAnewError(Exception):
+    """An operator that remembers rows would have to see some of them twice."""
 
 
 class FilesChangedError(Exception):
@@ -149,6 +164,9 @@ class BlockMaker:
         self._rows_kept, self._bytes_kept = 0, 0
         #: The keys of all results that were made.
         self.made: set[str] = set()
+        self._others: set[str] = set()  # under which results were named again
+        #: Whether the operator remembers rows. No result is kept for other runs then.
+        self.remembers = False
 
     def __enter__(self) -> BlockMaker:
         with contextlib.ExitStack() as stack:
@@ -192,6 +210,8 @@ class BlockMaker:
             remove_result(file)
             job.claim.end(is_kept=False)
             raise
+        if self._workers is None and made.result().written.remembers and self.find_memory():
+            job = self.job_of_memory(job)
         kept = self._keeper.submit(self._keep, job, made, file)
         self._waiting.append(kept)
         # One is kept while the next one runs: a kill costs both.
@@ -214,9 +234,50 @@ class BlockMaker:
         return made.features if made.rows and NULL_TYPE not in made.features else None
 
     def settle(self) -> None:
-        """Wait for the results that are being made. A block whose result failed will be made again."""
+        """Wait for the results that are being made. A block whose result failed will be made again.
+
+        Raises:
+            BeginsAnewError: the operator remembers rows, and this process has shown it some.
+        """
         while self._waiting:
             self._waiting.popleft().exception()
+        self.require_no_memory()
+
+    def job_of_memory(self, job: Job) -> Job:
+        """A job for an operator that remembers rows: its result has a key that no other run finds."""
+        job.claim.end(is_kept=False)
+        return job._replace(key=uuid.uuid4().hex, claim=Claim(lambda: None), again=None)
+
+    def forget(self) -> None:
+        """Take back the keys of all results that were made, if the operator has turned out to remember rows.
+
+        It may have begun to do so some blocks before that was seen.
+        """
+        while self._waiting:
+            self._waiting.popleft().exception()
+        for key in self.made | self._others:
+            self._store.delete(name_of_result(key))
+        self._parts.forget()
+
+    def find_memory(self) -> bool:
+        """Whether the operator remembers rows that this process has shown it: then it warns, once."""
+        if self._workers is None and not self.remembers and self._step.state.has_changed(now=True):
+            self.remembers = True
+            warnings.warn(
+                f"results of the step {self._step.state.name!r} are not kept block by block: {REMEMBERS}",
+                CacheWarning,
+                stacklevel=2,
+            )
+        return self.remembers
+
+    def require_no_memory(self) -> None:
+        """Check that rows may run once more in this process.
+
+        Raises:
+            BeginsAnewError: the operator remembers them.
+        """
+        if self.find_memory():
+            raise BeginsAnewError
 
     def _new_file(self) -> Path:
         with self._guard:
@@ -238,12 +299,14 @@ class BlockMaker:
                 if (made := self._make_in_parts(job, finer, file)) is not None:
                     return made
             except PartsDifferError as error:
+                self.require_no_memory()
                 self._may_be_parts = False  # nor would those of other blocks do
                 if len(job.rows) == len(self._step.dataset):
                     raise NotInBlocksError(
                         "its rows take long, and give results of several types, or with several keys, so that"
                         " parts of them cannot be kept"
                     ) from error
+            self.require_no_memory()
         return _Made(self._run_whole(job, file, may_end=False))
 
     def _choose(self, job: Job) -> int | None:
@@ -254,7 +317,14 @@ class BlockMaker:
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
         written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
         self._seconds_a_row = _speed(written, len(job.rows))
+        self._refuse_memory(written)
         return written
+
+    def _refuse_memory(self, written: Written) -> None:
+        """Check that an operator in other processes, each with its own rows, remembers none."""
+        if written.remembers and self._workers is not None:
+            self.remembers = True
+            raise NotInBlocksError(REMEMBERS)
 
     def _make_in_parts(self, job: Job, finer: int, file: Path) -> _Made | None:
         """Make a block in parts: first the rows that decide the features of the result, if any do.
@@ -276,12 +346,16 @@ class BlockMaker:
                 section = job._replace(rows=rows, first=job.first + done, features=features)
                 upto = done + len(rows)
                 for part in self._run_parts(section, finer, stack):
+                    self._refuse_memory(part.written)
                     joined.add(part.written)
                     made.append(part)
                     done = upto if part.part is None else done + part.part.rows
                     self._progress.count(job.number, done, reused=part.is_reused)
             written = joined.write(file)
-        return None if written is None else _Made(written, made)
+        if written is None:
+            return None
+        remembers = any(part.written.remembers for part in made)
+        return _Made(written._replace(remembers=remembers), () if remembers else made)
 
     def _run_parts(self, job: Job, finer: int, stack: contextlib.ExitStack) -> Iterator[MadePart]:
         """The results of parts, in order, each kept once it is there.
@@ -299,7 +373,8 @@ class BlockMaker:
                 part = waiting.popleft()
                 file = self._new_file()
                 stack.callback(remove_result, file)
-                if (found := self._parts.bring(part, file)) is not None:
+                found = self._parts.bring(part, file)
+                if found is not None and not self.find_memory():
                     running.append(found)
                     continue
                 if may_be_quick and self._are_quick(speeds, job):
@@ -344,6 +419,8 @@ class BlockMaker:
         with _not_in_parts():
             written = coming.result()
         self._check_files(part.block.read(), part.block.files)
+        if written.remembers:
+            return MadePart(part, written, False, None)
         return self._parts.keep(part, written)
 
     def _run(
@@ -380,7 +457,9 @@ class BlockMaker:
                 names_files=written.names_files,
             )
             if job.again is not None and written.rows:
-                name_again(self._store, job.key, job.again(written.features))
+                other = job.again(written.features)
+                name_again(self._store, job.key, other)
+                self._others.add(other)
             if parts:
                 self._parts.link(parts, result)
             self.made.add(job.key)

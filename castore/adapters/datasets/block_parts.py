@@ -101,6 +101,7 @@ class BlockParts:
         self._fresh = fresh
         self._has_kept = False
         self._latest: tuple[str, pa.Table] | None = None
+        self._made: set[str] = set()  # keys
 
     def choose(
         self, rows: pa.Table, first: int, features: str | None, seconds_a_row: float | None
@@ -217,7 +218,13 @@ class BlockParts:
             )
         except (FullError, TooLargeError) as error:
             raise NotInBlocksError(NO_ROOM) from error
+        self._made.add(part.key)
         return MadePart(part, written, False, entry.digest)
+
+    def forget(self) -> None:
+        """Take back the keys of all parts that were kept."""
+        for key in self._made:
+            self._store.delete(f"{PARTS_FOLDER}/{key}")
 
     def link(self, made: Sequence[MadePart], result: BlockResult) -> None:
         """Have the parts of a block name rows of its result, and remove their own files."""
@@ -228,6 +235,7 @@ class BlockParts:
                 if part is not None:
                     # The second key is that of the same rows in a block that has others in front of it.
                     later = self._key_of(part.block, part.first, result.features)
+                    self._made |= {part.key, later}
                     for key in {part.key, later}:
                         about = {**_about(written, start), "digest": result.digest}
                         batch.put(f"{PARTS_FOLDER}/{key}", b"", codec="none", metadata=about)

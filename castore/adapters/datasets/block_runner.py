@@ -40,7 +40,13 @@ from castore.adapters.datasets.block_entries import (
     find_result,
     name_again,
 )
-from castore.adapters.datasets.block_maker import BlockMaker, BlockProgress, FilesChangedError, Job
+from castore.adapters.datasets.block_maker import (
+    BeginsAnewError,
+    BlockMaker,
+    BlockProgress,
+    FilesChangedError,
+    Job,
+)
 from castore.adapters.datasets.block_parts import BlockParts
 from castore.adapters.datasets.block_step import (
     MIXED_ANSWERS,
@@ -56,6 +62,7 @@ from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
+from castore.errors import InvalidValueError
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.job_rank import job_rank
@@ -139,20 +146,34 @@ class BlockRun:
                 self._store, step, self.options, self._temp_dir, parts, progress, self._seconds_a_row
             )
             stack.enter_context(maker)
-            for _ in range(_ATTEMPTS):
-                with contextlib.suppress(FilesChangedError):
-                    self._make_share(maker)
-                    while (results := self._try_all(maker)) is None:
-                        continue  # another run has ended without a block that it had claimed
-                    break
-                maker.settle()
-            else:
-                raise NotInBlocksError("files that its rows name change while it runs")
+            try:
+                results = self._make_all(maker)
+            except BeginsAnewError as error:
+                why = str(error.__context__ or "another run has taken some of its blocks")
+                raise _begins_anew(step, why) from error
+            except NotInBlocksError as error:
+                if step.num_proc == 1 and step.state.has_changed(now=True):
+                    raise _begins_anew(step, str(error)) from error
+                raise
+            finally:
+                if maker.remembers:
+                    maker.forget()
         if len({result.features == UNCHANGED for result in results}) > 1:
             raise NotInBlocksError(MIXED_ANSWERS)
         new = [self._store.blob(result.digest) for result in results if not result.reused]
         note_new(self._store, [blob for blob in new if blob is not None], started)
         return results
+
+    def _make_all(self, maker: BlockMaker) -> list[BlockResult]:
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(FilesChangedError):
+                self._make_share(maker)
+                while (results := self._try_all(maker)) is None:
+                    maker.require_no_memory()  # another run has ended without a block that it had claimed
+                maker.find_memory()
+                return results
+            maker.settle()
+        raise NotInBlocksError("files that its rows name change while it runs")
 
     def _make_share(self, maker: BlockMaker) -> None:
         """Make this rank's part of the blocks first, if the ranks of a job share results over a remote.
@@ -270,7 +291,17 @@ class BlockRun:
         if begun is not None and not keys.is_confirmed_by(begun):
             raise _WrongGuess
         digits = keys.of(block, first)
-        found = self._find_or_claim(digits, keys, partial(self._guess, block, first, digits, maker))
+        found: BlockResult | Claim | None = None
+        if not maker.remembers:
+            found = self._find_or_claim(digits, keys, partial(self._guess, block, first, digits, maker))
+        if maker.remembers or (isinstance(found, BlockResult) and maker.find_memory()):
+            # The block's result is another one after other rows.
+            rows = block.read()
+            job = Job(number, rows, block.files, first, keys.features, digits, Claim(lambda: None), None)
+            made, written = maker.make(maker.job_of_memory(job))
+            if not keys.are_final:
+                keys.learn(written.result())
+            return made, len(rows)
         again = keys.later_key(block)
         if isinstance(found, BlockResult):
             if again is not None and found.rows and find_result(self._store, again(found.features)) is None:
@@ -361,6 +392,13 @@ class BlockRun:
         """The features of the step's result, from the results of some of its blocks, at least one."""
         features = features_of(results)
         return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
+
+
+def _begins_anew(step: BlockStep, why: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"the function {step.state.name!r} remembers rows that it has seen, and some would have to run twice"
+        f" ({why}); make it anew and run the step again, or remember nothing between two calls"
+    )
 
 
 def _when_fetched(block: SourceBlock, fetching: Future[None] | None) -> SourceBlock:

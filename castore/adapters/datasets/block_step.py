@@ -29,6 +29,7 @@ from castore.adapters.datasets.block_entries import NotInBlocksError, write_resu
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
+from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.tables import rows_name_files
 from castore.system import worker_processes
 
@@ -83,6 +84,7 @@ class BlockStep(NamedTuple):
         run: runs the step on one block.
         counted: what its result depends on beside the rows and the features, in the form of `castore.key`.
         rule: where blocks may end.
+        state: of the operator.
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
@@ -96,6 +98,7 @@ class BlockStep(NamedTuple):
     run: Callable[[BlockCall], datasets.Dataset]
     counted: Any
     rule: Cut
+    state: OperatorState
     is_numbered: bool = False
     has_features: bool = False
     keeps_count: bool = False
@@ -158,6 +161,7 @@ class Written(NamedTuple):
         names_files: whether its rows name local files.
         seconds_a_row: the time that the function alone took; None where that is not known.
         keys: the keys of the dicts that the function returned: all different sets of them, each in order.
+        remembers: whether the operator was seen to remember rows.
     """
 
     path: str
@@ -167,6 +171,7 @@ class Written(NamedTuple):
     names_files: bool
     seconds_a_row: float | None = None
     keys: frozenset[tuple[str, ...]] = frozenset()
+    remembers: bool = False
 
 
 def parse_features(features: str) -> datasets.Features:
@@ -200,6 +205,7 @@ class _Watch:
     def __init__(self, step: BlockStep, rows: int, *, may_end: bool) -> None:
         self._rows, self._at_once = rows, step.at_once
         self._most = step.slow_seconds(rows) if may_end else math.inf
+        self._state = step.state
         self._calls, self._first, self._seconds = 0, 0.0, 0.0
         self.keys: set[tuple[str, ...]] = set()
         self._latest: tuple[str, ...] = ()
@@ -216,6 +222,9 @@ class _Watch:
         speed, spent = self.seconds_a_row() or 0.0, self._seconds or self._first
         done = self._calls * self._at_once
         if spent > _TELLING_SECONDS and speed * self._rows > self._most and done * 2 < self._rows:
+            if self._state.has_changed(now=True):  # no row may run twice
+                self._most = math.inf
+                return
             raise TooSlowError(speed)
 
     def seconds_a_row(self) -> float | None:
@@ -227,6 +236,7 @@ class _Watch:
 
 def watch_whole(step: BlockStep) -> Called:
     """Ends the run of a step in one piece, early on, if it is slow: by a `TooSlowError`."""
+    step.state.begin()
     return _Watch(step, len(step.dataset), may_end=True)
 
 
@@ -271,6 +281,7 @@ def run_block(
     for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
         setattr(block, name, getattr(dataset, name))
     known = None if features is None or features == UNCHANGED else parse_features(features)
+    step.state.begin()
     began = time.perf_counter()
     try:
         watch = _Watch(step, len(rows), may_end=may_end)
@@ -309,7 +320,14 @@ def run_block(
     path = write_result(result, str(file))
     seconds, names_files = time.perf_counter() - began, rows_name_files(result)
     return Written(
-        path, len(result), made, seconds, names_files, watch.seconds_a_row(), frozenset(watch.keys)
+        path,
+        len(result),
+        made,
+        seconds,
+        names_files,
+        watch.seconds_a_row(),
+        frozenset(watch.keys),
+        step.state.has_changed(),
     )
 
 

@@ -22,6 +22,7 @@ from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_features
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step, hash_rows
 from castore.adapters.datasets.table_digest import table_digest
@@ -61,6 +62,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         run,
         {"kind": "hash", "operator": operator},
         Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
+        OperatorState(step.operator.compute_hash, step.name),
         keeps_count=True,
         at_once=step.rows_at_once(),
         **options,

@@ -25,6 +25,7 @@ from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
+from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, parts_of, tried_rows
 from castore.adapters.datasets.steps import AWAITED_ROWS, operator_name
 from castore.adapters.datasets.streams import keep_calls
@@ -170,7 +171,9 @@ def _run_cached(
             )
 
     counted = {"kind": kind, "operator": description.fingerprint, "parameters": parameters}
-    blocks = _in_blocks(kind, dataset, function, arguments, given, counted, rowwise=rowwise)
+    blocks = _in_blocks(
+        kind, dataset, function, arguments, given, counted, rowwise=rowwise, is_named=fingerprint is not None
+    )
     is_small = not can_cut(dataset, small=store.is_shared)
     record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
     step = step_runner.step_name(name, digits)
@@ -198,6 +201,7 @@ def _in_blocks(
     counted: dict[str, Any],
     *,
     rowwise: bool,
+    is_named: bool,
 ) -> BlockStep | None:
     """The step as one that runs block by block; None if its result depends on more than a block's rows.
 
@@ -207,6 +211,7 @@ def _in_blocks(
         arguments, given: all arguments of `map` or `filter`, and those that the caller gave.
         counted: what the result depends on beside the rows.
         rowwise: as for `cached_map`.
+        is_named: whether the caller has said what identifies the function.
     """
     num_proc = arguments["num_proc"] or 1
     is_batched, size = arguments["batched"], arguments["batch_size"]
@@ -267,6 +272,7 @@ def _in_blocks(
         run,
         counted,
         Cut(multiple, 0 if has_features else first_rows),
+        OperatorState([function, arguments["fn_kwargs"]], operator_name(function), is_named=is_named),
         is_numbered=is_numbered or drops,
         has_features=has_features,
         at_once=size if is_batched else AWAITED_ROWS if is_async else 1,

@@ -35,6 +35,7 @@ from castore.adapters.datasets.hash_pass import Hashed, compute_hashes, hash_ste
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
+from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
@@ -506,6 +507,7 @@ class _Run:
             run,
             {"kind": step.kind, "operator": planned.description.fingerprint},
             Cut(BATCH_ROWS if step.sees_batches() else None, 0 if is_filter else BATCH_ROWS),
+            OperatorState(step.hashed, step.name),
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
             at_once=step.rows_at_once(),

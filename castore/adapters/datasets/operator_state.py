@@ -1,0 +1,118 @@
+"""Whether an operator remembers rows that it has seen: in a set of texts, a counter, a vocabulary.
+
+The results of such an operator depend on the rows before. So a block's result may not be kept for other
+inputs, no block may be left out, and no row may run twice. Its fingerprint tells: it is another one after the
+rows than before them.
+
+A model that the first call loads is no memory: an object of a library may take the place of None. Must never
+take data for such an object.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from blake3 import blake3
+
+from castore.adapters.datasets.operator_keys import encoded
+from castore.errors import UnhashableError
+from castore.keys.encoder import LEAVES, Encoder, Watch
+from castore.keys.libraries import library_of
+
+# From one fingerprint to the next so many times the time passes that one takes.
+_BETWEEN = 50
+# Libraries whose objects are data, but for torch's modules.
+_OF_DATA = frozenset(
+    ("array", "builtins", "collections", "numpy", "pandas", "polars", "pyarrow", "random", "torch")
+)
+
+
+class OperatorState:
+    """The state of an operator, over the run of a step. A forked process goes on with a copy.
+
+    Args:
+        operator: what may remember something: the function, and the arguments that it is given.
+        name: the operator's name.
+        is_named: the caller has said what identifies the operator, which need not have a fingerprint.
+    """
+
+    def __init__(self, operator: Any, name: str, *, is_named: bool = False) -> None:
+        self._operator = operator
+        self.name = name
+        self._is_named = is_named
+        self._first: bytes | None = None
+        self._nones: frozenset[str] = frozenset()
+        self._has_changed = False
+        self._has_run = False  # since the last look
+        self._next = 0.0
+
+    def begin(self) -> None:
+        """Take note of the state before the operator runs for the first time, and that it runs now."""
+        if self._first is None:
+            watch = _Nones()
+            self._first = self._take(watch)
+            self._nones, self._next = frozenset(watch.found), 0.0
+        self._has_run = True
+
+    def has_changed(self, *, now: bool = False) -> bool:
+        """Whether the state has been seen to be another one than at the beginning.
+
+        Looks after the first rows, and later on where that takes little of the time that has passed.
+
+        Args:
+            now: look, however long that takes, if the operator has run since the last look.
+        """
+        if self._has_run and not self._has_changed and (now or time.perf_counter() >= self._next):
+            self._has_run = False
+            present = self._take(_Loaded(self._nones))
+            self._has_changed = present != self._first and bool(present or not self._is_named)
+        return self._has_changed
+
+    def _take(self, watch: Watch) -> bytes:
+        """The fingerprint; empty if there is none."""
+        began = time.perf_counter()
+        try:
+            return blake3(encoded(self._operator, self.name, watch).code).digest()
+        except UnhashableError:
+            return b""
+        finally:
+            ended = time.perf_counter()
+            self._next = ended + _BETWEEN * (ended - began)
+
+
+class _Nones(Watch):
+    """Notes which parts are None."""
+
+    sees_leaves = True
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
+        """As in Watch."""
+        if value is None:
+            self.found.add(step)
+        return encoder.part(value, step, direct=True)
+
+
+class _Loaded(Watch):
+    """Sees None where an object of a library has taken its place."""
+
+    sees_leaves = True
+
+    def __init__(self, nones: frozenset[str]) -> None:
+        self._nones = nones
+
+    def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
+        """As in Watch."""
+        seen = None if step in self._nones and _may_be_loaded(type(value)) else value
+        return encoder.part(seen, step, direct=True)
+
+
+def _may_be_loaded(kind: type) -> bool:
+    """Whether objects of a class are models and connections, and no data."""
+    if kind in LEAVES or library_of(kind.__module__) is None:
+        return False
+    is_module = any(base.__module__ == "torch.nn.modules.module" for base in kind.__mro__)
+    return is_module or kind.__module__.partition(".")[0] not in _OF_DATA

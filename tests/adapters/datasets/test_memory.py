@@ -1,0 +1,221 @@
+"""A function that remembers rows gives what one pass gives, now and after a change of the input."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sqlite3
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import datasets
+import pytest
+
+from castore import Store
+from castore.adapters.datasets import Pipeline, cached_filter, cached_map, wait
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from castore.adapters.datasets.block_parts import PARTS_FOLDER
+from castore.errors import CacheWarning
+from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
+
+#: Rows of the input; every text is there four times.
+COUNT, DIFFERENT = 1200, 300
+
+Row = dict[str, Any]
+
+
+def rows(count: int) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": [f"text {number % DIFFERENT}" for number in range(count)]})
+
+
+def is_first_in_closure() -> Callable[[Row], bool]:
+    seen = set()
+
+    def is_first(row: Row) -> bool:
+        if row["text"] in seen:
+            return False
+        seen.add(row["text"])
+        return True
+
+    return is_first
+
+
+def counts_in_closure() -> Callable[[Row], Row]:
+    count = 0
+
+    def counts(row: Row) -> Row:
+        nonlocal count
+        count += 1
+        return {"count": count}
+
+    return counts
+
+
+class Vocabulary:
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+
+    def __call__(self, row: Row) -> Row:
+        return {"id": self.ids.setdefault(row["text"], len(self.ids))}
+
+
+class OfFirst:
+    """Remembers its first row where None was."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+
+    def __call__(self, row: Row) -> Row:
+        self.first = self.first or row["text"]
+        return {"first": self.first}
+
+
+def draws() -> Callable[[Row], Row]:
+    source = random.Random(0)
+    return lambda row: {"drawn": source.random()}
+
+
+def remembers_in_default() -> Callable[[Row], Row]:
+    def remembers(row: Row, memory: list[str] = []) -> Row:  # noqa: B006
+        memory.append(row["text"])
+        return {"number": len(memory)}
+
+    return remembers
+
+
+def counts_on_itself() -> Callable[[Row], Row]:
+    def counts(row: Row) -> Row:
+        counts.n = getattr(counts, "n", 0) + 1  # type: ignore[attr-defined]
+        return {"count": counts.n}  # type: ignore[attr-defined]
+
+    return counts
+
+
+def begins_late() -> Callable[[Row], Row]:
+    """Remembers nothing of the first blocks."""
+    seen: list[str] = []
+
+    def begins(row: Row) -> Row:
+        if row["text"] == f"text {DIFFERENT - 1}":
+            seen.append(row["text"])
+        return {"count": len(seen)}
+
+    return begins
+
+
+MAPS: dict[str, Callable[[], Any]] = {
+    "counter": counts_in_closure,
+    "vocabulary": Vocabulary,
+    "first row": OfFirst,
+    "source of random numbers": draws,
+    "default": remembers_in_default,
+    "attribute of the function": counts_on_itself,
+    "late": begins_late,
+}
+
+
+def cached(kind: str, data: datasets.Dataset, function: Any, store: Store, **options: Any) -> Any:
+    """The result, once it is kept. A warning about the blocks is expected, if any comes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*remembers rows that it has seen", CacheWarning)
+        made = {"map": cached_map, "filter": cached_filter}[kind](data, function, store=store, **options)
+        wait()
+    return made
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("case", MAPS)
+def test_results_are_those_of_one_pass(store: Store, case: str, is_slow: bool) -> None:
+    """Regression: a row more, and the function saw it with an empty memory; slow rows ran twice."""
+    with small_blocks(), slow_blocks(7) if is_slow else nullcontext():
+        for count in (COUNT, COUNT + 1, COUNT - 1, COUNT):
+            made = cached("map", rows(count), MAPS[case](), store)
+            assert told(made) == told(rows(count).map(MAPS[case]())), count
+        assert [name for name in store if name.startswith((BLOCKS_FOLDER, PARTS_FOLDER))] == []
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_rows_that_a_filter_has_seen_are_dropped(store: Store, num_proc: int | None, is_slow: bool) -> None:
+    with small_blocks(), slow_blocks(7) if is_slow else nullcontext():
+        for count in (COUNT, COUNT + 1):
+            made = cached("filter", rows(count), is_first_in_closure(), store, num_proc=num_proc)
+            one_pass = rows(count).filter(is_first_in_closure(), num_proc=num_proc)
+            assert told(made) == told(one_pass)
+        if num_proc is None:
+            assert len(made) == DIFFERENT
+
+
+def test_arguments_and_named_functions_may_remember_too(store: Store) -> None:
+    def is_first(row: Row, seen: set[str]) -> bool:
+        return not (row["text"] in seen or seen.add(row["text"]))  # type: ignore[func-returns-value]
+
+    with small_blocks():
+        for count in (COUNT, COUNT + 1):
+            made = cached("filter", rows(count), is_first, store, fn_kwargs={"seen": set()})
+            assert len(made) == DIFFERENT
+            made = cached("filter", rows(count), is_first_in_closure(), store, fingerprint="first")
+            assert len(made) == DIFFERENT
+
+
+def test_operators_of_a_pipeline_may_remember(store: Store) -> None:
+    class Numbers:
+        def __init__(self) -> None:
+            self.ids: dict[str, int] = {}
+
+        def process(self, row: Row) -> Row:
+            return {**row, "id": self.ids.setdefault(row["text"], len(self.ids))}
+
+    with small_blocks():
+        for count in (COUNT, COUNT + 1):
+            with pytest.warns(CacheWarning, match=r"results of the step 'Numbers' are not kept"):
+                made = Pipeline([Numbers()], store=store).run(rows(count))
+            assert made.dataset["id"] == [number % DIFFERENT for number in range(count)]
+
+
+@functools.cache
+def load() -> sqlite3.Connection:
+    return sqlite3.connect(":memory:")
+
+
+class Loads:
+    """Has a connection from its first row on."""
+
+    def __init__(self) -> None:
+        self.connection: Any = None
+
+    def __call__(self, row: Row) -> Row:
+        self.connection = self.connection or load()
+        return {"size": len(row["text"])}
+
+
+def test_what_the_first_row_loads_is_no_memory(store: Store) -> None:
+    with small_blocks():
+        cached_map(rows(COUNT), Loads(), store=store)
+        wait()
+        kept = {name for name in store if name.startswith(BLOCKS_FOLDER)}
+        cached_map(rows(COUNT + 1), Loads(), store=store)
+        wait()
+        assert len(kept) > 3
+        assert kept < {name for name in store if name.startswith(BLOCKS_FOLDER)}
+
+
+def test_a_step_that_would_have_to_begin_anew_is_an_error(store: Store) -> None:
+    """The function gives None for some rows: the result then depends on all rows, but some have been seen."""
+
+    class Mixed(Vocabulary):
+        def __call__(self, row: Row) -> Any:
+            found = super().__call__(row)
+            return found if found["id"] < DIFFERENT - 1 else None
+
+    with (
+        small_blocks(),
+        pytest.warns(CacheWarning),
+        pytest.raises(
+            ValueError,
+            match=r"the function 'Mixed' remembers rows that it has seen, and some would have to run twice",
+        ),
+    ):
+        cached_map(rows(COUNT), Mixed(), store=store)
