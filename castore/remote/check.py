@@ -23,7 +23,7 @@ from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import was_cut
 from castore.remote.commits import Commit
-from castore.remote.keys import COMMITS, RESULTS, TREES, commit_key, object_key, page_key
+from castore.remote.keys import COMMITS, RESULTS, TREES, commit_key, object_key, page_key, ref_key
 from castore.remote.outcomes import Checked, Progress, RemoteProblem
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -80,7 +80,16 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
     """
     marker.check(bucket)
     # Refs first: what a push adds meanwhile is in the listing, and is not missed.
-    refs = {ref: commits.read_ref(bucket, ref) for ref in commits.list_refs(bucket)}
+    refs: dict[str, commits.Ref | None] = {}
+    damaged: list[RemoteProblem] = []
+    for ref in commits.list_refs(bucket):
+        try:
+            refs[ref] = commits.read_ref(bucket, ref)
+        except (RemoteUnreachableError, RemoteDeniedError):
+            raise
+        except RemoteError as error:
+            refs[ref] = None
+            damaged.append(RemoteProblem(ref, ref_key(ref), str(error), ()))
     there = {listed.key: listed.size for folder in _FOLDERS for listed in bucket.listing(folder)}
     found = _Meant(bucket, pages)
     # The newest commits first: an object that any of them needs is no matter of history.
@@ -92,6 +101,7 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
             continue
     meant = {*found.commits, *found.pages, *found.needs, *_meant_by_results(bucket)}
     problems = [
+        *damaged,
         *found.problems,
         *(RemoteProblem(ref, key, _MISSING, ()) for key, ref in found.pages.items() if key not in there),
         *_missing(there, found.needs),

@@ -188,9 +188,20 @@ def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
 
 def _commit_of(found: Versioned, ref: str, bucket: Bucket) -> bytes:
     try:
-        return _digest(_parse(found.data, ref_key(ref), bucket)["commit"])
+        fields = _parse(found.data, ref_key(ref), bucket)
+    except RemoteError as error:
+        raise _damaged_ref(ref, bucket, "it is no JSON of castore's") from error
+    try:
+        return _digest(fields["commit"])
     except (KeyError, TypeError, ValueError) as error:
-        raise RemoteError(f"ref {ref!r} in {bucket.url} is none that castore wrote") from error
+        raise _damaged_ref(ref, bucket, "it names no commit") from error
+
+
+def _damaged_ref(ref: str, bucket: Bucket, why: str) -> RemoteError:
+    return RemoteError(
+        f"ref {ref!r} in {bucket.url} is damaged ({why}); bring back an older version of {ref_key(ref)}"
+        " (docs/remote.md), or push to another ref"
+    )
 
 
 def _parse(data: bytes, key: str, bucket: Bucket) -> dict[str, Any]:

@@ -42,7 +42,10 @@ def check(bucket: Bucket) -> None:
     try:
         found = json.loads(data)["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RemoteError(f"{SETTINGS} in {bucket.url} is damaged: {error}") from error
+        raise RemoteError(
+            f"{SETTINGS} in {bucket.url} is damaged ({error}); remove it, and `castore remote add` makes it"
+            " again"
+        ) from error
     if found != FORMAT:
         raise RemoteError(
             f"{bucket.url} has format {found!r}, and this castore knows format {FORMAT}; upgrade castore"

@@ -226,8 +226,8 @@ def _plan(
         raise NotFoundError(f"{parts.path} has no entry at or below {prefix!r}; `castore ls` lists all")
     if conflicts:
         raise ConflictError(
-            f"{list_names(conflicts)} changed both here and in ref {ref!r}; pull it first,"
-            " or push to another ref",
+            f"{list_names(conflicts)} changed both here and in ref {ref!r}; a pull with replace=True takes"
+            " the ref's bytes, and ref=OTHER pushes to another ref",
             names=tuple(conflicts),
         )
     _require_no_file_above(chosen, nested, head, prefix, ref)

@@ -25,7 +25,7 @@ from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.error_values import rebuild
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.keys import COMMITS, check_ref
+from castore.remote.keys import COMMITS, REFS, check_ref
 from castore.remote.outcomes import (
     Checked,
     Progress,
@@ -415,19 +415,21 @@ class Remote:
         themselves come back.
 
         Returns:
-            The outcome for each ref, if there are problems, but for refs whose newest commit no longer exists
-            here or there. Another `check` lists what is still missing.
+            The outcome for each ref, if there are problems, but for refs that are damaged themselves, or
+            whose newest commit no longer exists here or there. Another `check` lists what is still missing.
 
         Raises:
             CorruptError: a blob here is damaged.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
-        bad = [problem.key.rpartition("/")[2] for problem in checked.problems if problem.key is not None]
-        without_commit = {
-            problem.ref for problem in checked.problems if (problem.key or "").startswith(COMMITS)
-        }
+        keys = [(problem.ref, problem.key) for problem in checked.problems if problem.key is not None]
+        bad = [key.rpartition("/")[2] for _, key in keys if not key.startswith(REFS)]
+        damaged = {ref for ref, key in keys if key.startswith(REFS)}
+        without_commit = {ref for ref, key in keys if key.startswith(COMMITS)}
         repaired: list[Pushed] = []
         for ref in checked.refs if bad else ():
+            if ref in damaged:  # nothing says what its names are
+                continue
             try:
                 repaired.append(self._push("", ref, "repair", False, bad, progress))
             except (RemoteDeniedError, RemoteUnreachableError):

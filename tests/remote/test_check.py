@@ -302,3 +302,34 @@ def test_a_place_that_is_no_remote_is_an_error(remote: Remote, bucket: Path) -> 
     (bucket / "castore-remote.json").unlink()
     with pytest.raises(RemoteError, match="is no remote"):
         remote.check()
+
+
+def test_a_damaged_ref_is_one_problem_and_hides_no_other(remote: Remote, bucket: Path) -> None:
+    """Regression: the check ended there, in a parser's words."""
+    damaged = max((bucket / "refs" / "main~").iterdir())
+    flip(damaged, 2, bit=7)
+    [lost] = [path for path in files(bucket, "objects") if path.stat().st_size > 1_900_000]
+    lost.unlink()
+    checked = remote.check()
+    of_ref, of_object = sorted(checked.problems, key=lambda problem: problem.ref)
+    assert (of_ref.ref, of_ref.key) == ("main", "refs/main")
+    assert "is damaged (" in of_ref.why
+    assert "bring back an older version of refs/main" in of_ref.why
+    assert of_object.ref == "second"
+    [repaired] = remote.repair(checked)
+    assert (repaired.ref, lost.exists()) == ("second", True)
+    with pytest.raises(RemoteError, match=r"^ref 'main' in .* is damaged \(it is no JSON of castore's\);"):
+        remote.pull()
+    damaged.unlink()
+    with pytest.raises(RemoteError, match=r"ref"):
+        remote.pull()  # it had no other version
+
+
+def test_a_damaged_marker_says_how_it_is_made_again(store: Store, remote: Remote, bucket: Path) -> None:
+    marker = bucket / "castore-remote.json"
+    marker.write_bytes(b"{")
+    with pytest.raises(RemoteError, match=r"is damaged \(.*\); remove it, and `castore remote add` makes it"):
+        remote.pull()
+    marker.unlink()
+    store.remove_remote("team")
+    store.add_remote("team", bucket.as_uri()).pull()

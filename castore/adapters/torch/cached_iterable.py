@@ -30,6 +30,8 @@ from castore.errors import CorruptError, FullError, SerializationError, TooLarge
 
 _DIGITS = 40
 _STATE = ("state_dict", "load_state_dict")
+# Characters of a file's name.
+_LONGEST_NAME = 255
 
 
 class CachedIterableDataset(IterableDataset[Any]):
@@ -181,8 +183,13 @@ def _texts(item: Any) -> Iterator[str]:
     """Texts that may name a file: the item itself, or the values in it."""
     values = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
     for value in values:
-        if isinstance(value, os.PathLike) or (isinstance(value, str) and "/" in value):
+        if isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or _is_file(value))):
             yield os.fspath(value)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text without a slash is the name of a file in the present folder."""
+    return len(text) <= _LONGEST_NAME and os.path.isfile(text)
 
 
 def _file_state(path: str) -> bytes:

@@ -125,14 +125,17 @@ def test_other_attributes_are_those_of_the_dataset_behind(store: Store, makes: M
     assert len(CachedIterableDataset([1, 2], str, store)) == 2
 
 
-def test_an_item_that_names_a_file_counts_by_the_file_too(store: Store, tmp_path: Path) -> None:
+def test_an_item_that_names_a_file_counts_by_the_file_too(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "text"
     file.write_text("one")
 
     def read(item: Any) -> str:
         return Path(item["path"] if isinstance(item, dict) else item).read_text()
 
-    for item in (str(file), file, {"path": str(file)}):
+    for item in (str(file), file, {"path": str(file)}, "text", "./text"):
         cached = CachedIterableDataset([item], read, store)
         assert list(cached) == ["one"]
         file.write_text("other")
