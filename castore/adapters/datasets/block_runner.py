@@ -135,6 +135,7 @@ class BlockRun:
             Exception: an exception of the operator; the blocks before that one are kept.
         """
         started, step = time.time(), self._step
+        require_no_memory(step, "gc has taken blocks of it")
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(
                 datasets.utils.tqdm(desc=step.title, total=len(step.dataset), unit=" examples")
@@ -149,12 +150,8 @@ class BlockRun:
             try:
                 results = self._make_all(maker)
             except BeginsAnewError as error:
-                why = str(error.__context__ or "another run has taken some of its blocks")
+                why = str(error.__context__ or "") or "blocks that it has begun are of no use"
                 raise _begins_anew(step, why) from error
-            except NotInBlocksError as error:
-                if step.num_proc == 1 and step.state.has_changed(now=True):
-                    raise _begins_anew(step, str(error)) from error
-                raise
             finally:
                 if maker.remembers:
                     maker.forget()
@@ -392,6 +389,16 @@ class BlockRun:
         """The features of the step's result, from the results of some of its blocks, at least one."""
         features = features_of(results)
         return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
+
+
+def require_no_memory(step: BlockStep, why: str) -> None:
+    """Check, before a step begins anew, that its operator remembers no rows that this process has shown it.
+
+    Raises:
+        InvalidValueError: it does; the message has ``why`` it would begin anew.
+    """
+    if step.num_proc == 1 and step.state.has_changed(now=True):
+        raise _begins_anew(step, why)
 
 
 def _begins_anew(step: BlockStep, why: str) -> InvalidValueError:

@@ -23,7 +23,7 @@ from castore.adapters.datasets import dataset_entries, disk_space, scratch, step
 from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
 from castore.adapters.datasets.block_entries import NotInBlocksError
-from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once
+from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once, require_no_memory
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, Called, can_cut
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
@@ -454,6 +454,7 @@ class _Run:
                     self._store, blocks, self._options, self._pipeline.temp_dir, file, fingerprint
                 )
             except NotInBlocksError as error:
+                require_no_memory(blocks, str(error))
                 warnings.warn(
                     f"the deduplicator {planned.step.name!r} hashed all rows in one pass, and does so again "
                     f"after a change of its input: {error}",

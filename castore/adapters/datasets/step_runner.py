@@ -35,7 +35,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
-from castore.adapters.datasets.block_runner import BlockRun, features_of
+from castore.adapters.datasets.block_runner import BlockRun, features_of, require_no_memory
 from castore.adapters.datasets.block_step import BlockStep, Called, TooSlowError, watch_whole
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
@@ -235,6 +235,7 @@ def run_or_load(
             return _run_in_blocks(store, name, run, record, info)
         except NotInBlocksError as error:
             why = str(error)
+            require_no_memory(blocks, why)
     return as_one(partial(make, called=None), why)
 
 
