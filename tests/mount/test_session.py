@@ -103,8 +103,13 @@ def test_large_folder_lists_every_name_once(mountpoint: Path) -> None:
 
 def test_the_kernel_gives_back_every_reference_it_was_given(mountpoint: Path) -> None:
     with toy_at(mountpoint, "--many", "3000") as toy:
-        subprocess.run(["ls", "-lR", toy.root], stdout=subprocess.DEVNULL, check=True)
-        assert toy.count("references") > 3000
+
+        def listed() -> int:
+            subprocess.run(["ls", "-lR", toy.root], stdout=subprocess.DEVNULL, check=True)
+            return toy.count("references")
+
+        # Again where another test has the kernel drop its caches meanwhile: they are the whole machine's.
+        until(lambda: listed() > 3000)
         # Reading /proc/sys/vm/drop_caches is for root only. A dropped inode is a reference given back.
         if os.geteuid() != 0:
             pytest.skip("dropping the kernel's caches needs root")
