@@ -2,8 +2,8 @@
 
 Lists the names, constants and calls of a code object and of the code objects inside it, as a fingerprint
 takes them: line numbers, docstrings and annotations are left out. Also lists the variables and attributes
-that code writes to. Knows nothing of functions, modules or values; runs nothing. Bytecode differs between
-minor versions of Python.
+that code writes to, and the variables that it hands on. Knows nothing of functions, modules or values; runs
+nothing. Bytecode differs between minor versions of Python.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import dis
 import functools
 import re
 import types
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 # The arguments and the kind of function; the other flags depend on the compiler and on __future__.
 _FLAGS = 0xFF | 0x200
@@ -25,6 +26,15 @@ BODY_NOISE = {"__doc__", "__firstlineno__", "__static_attributes__", "__slotname
 _FUSED = re.compile(r"(?:(?:LOAD|STORE)_FAST(?:_BORROW)?_?)+")
 _LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _LOADS_VARIABLE = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL")
+# These load no variable, though their argument may be a text.
+_NO_VARIABLE = {"LOAD_CONST", "LOAD_CLOSURE", *_LOADS_ATTRIBUTE}
+# After these instructions, nobody else has the value that was on the stack.
+_ENDS = ("POP_TOP", "POP_JUMP", "TO_BOOL", "STORE_ATTR", "DELETE_ATTR")
+_BESIDE = {"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
+_COPIES = {"COPY", "DUP_TOP"}
+_STORES = {"STORE_FAST": "local", "STORE_DEREF": "closure", "STORE_GLOBAL": "global", "STORE_NAME": "local"}
+# Enough for any chain of packages; `part = part.next` in a loop would give longer ones without end.
+_LONGEST_CHAIN = 8
 # These instructions rotate the computed value below the container and the key.
 _TURNS = ("SWAP", "ROT_THREE", "ROT_FOUR")
 # Methods that change lists, sets, dicts and deques.
@@ -101,6 +111,109 @@ def outer_reads(code: types.CodeType) -> Iterator[tuple[str, str]]:
                 yield "closure", argument
             if "GLOBAL" in opname or opname == "LOAD_NAME":
                 yield "global", argument
+
+
+class Import(NamedTuple):
+    """An import statement in code.
+
+    Attributes:
+        level: number of dots before the module's name.
+        module: the module's name as it stands there.
+        names: what ``from module import …`` names; empty in other imports.
+        variables: each variable that is set, with the name that ``from`` takes for it, or "" for the module.
+    """
+
+    level: int
+    module: str
+    names: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+
+
+def imports(code: types.CodeType) -> Iterator[Import]:
+    """The import statements of one code object."""
+    rows = steps(code)
+    for at, (opname, argument) in enumerate(rows):
+        if opname == "IMPORT_NAME":
+            level, names = rows[at - 2][1], rows[at - 1][1]
+            yield Import(level or 0, argument, tuple(names or ()), tuple(_set_by_import(rows[at + 1 :])))
+
+
+def _set_by_import(rows: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, str]]:
+    """The variables that an import sets, by the instructions after it."""
+    taken = ""
+    for opname, argument in rows:
+        if opname == "IMPORT_FROM":
+            taken = argument
+        elif opname in _STORES:
+            yield argument, taken
+            if not taken:
+                return
+        elif opname not in ("SWAP", "ROT_TWO", "POP_TOP"):
+            return
+
+
+class Outer(NamedTuple):
+    """A value from outside that code hands on as a whole: as an argument, a result, an element.
+
+    Attributes:
+        kind: "global", "closure", or "import".
+        name: the variable's name; for an import, what identifies it: (level, module, name after ``from``).
+        attributes: what the code reads from the variable on the way to the value, in order.
+    """
+
+    kind: str
+    name: Any
+    attributes: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def handed_on(code: types.CodeType) -> tuple[Outer, ...]:
+    """The outer values that code, or code inside it, hands on: others may read any attribute of them.
+
+    A value of which only attributes are read or set is not handed on. Local variables are followed.
+    """
+    inside = list(codes(code))
+    held: dict[str, set[Outer]] = defaultdict(set)  # by the variable of the code's own
+    for inner in inside:
+        for statement in imports(inner):
+            for own, taken in statement.variables:
+                held[own].add(Outer("import", (statement.level, statement.module, taken), ()))
+    loads = [load for inner in inside for load in _loads(inner)]
+    found: set[Outer] = set()
+    size = -1
+    while size != sum(map(len, held.values())):
+        size = sum(map(len, held.values()))
+        for kind, name, attributes, variable in loads:
+            values = held[name] | ({Outer(kind, name, ())} if kind != "local" else set())
+            values = {value._replace(attributes=value.attributes + attributes) for value in values}
+            values = {value for value in values if len(value.attributes) < _LONGEST_CHAIN}
+            if variable is None:
+                found |= values
+            else:
+                held[variable] |= values
+    return tuple(sorted(found, key=repr))
+
+
+def _loads(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...], str | None]]:
+    """The variables that code loads: kind, name, attributes read in turn, and the variable that is set to it.
+
+    The last is None where the value is handed on. Values that nobody keeps are left out.
+    """
+    rows = [row for row in steps(code) if row[0] not in _BESIDE]
+    for at, (opname, name) in enumerate(rows):
+        if not opname.startswith("LOAD_") or type(name) is not str or opname in _NO_VARIABLE:
+            continue
+        kind = "closure" if "DEREF" in opname else "local" if "FAST" in opname else "global"
+        after = at + 1
+        attributes = []
+        while rows[after][0] in (*_LOADS_ATTRIBUTE, *_COPIES):
+            attributes += [rows[after][1]] if rows[after][0] not in _COPIES else []
+            after += 1
+        ending, argument = rows[after]
+        if ending in _STORES and argument != name:
+            yield kind, name, tuple(attributes), argument
+        elif not ending.startswith(_ENDS) and ending not in _STORES:
+            yield kind, name, tuple(attributes), None
 
 
 @functools.lru_cache(maxsize=4096)

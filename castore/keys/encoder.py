@@ -126,6 +126,7 @@ class UnencodableError(Exception):
         holder: class of the library object that contains the part, and the number of steps from there to the
             part.
         is_users: whether an object of a user's class contains the part: users search that object first.
+        whole_module: whether the problem says already that the part counts since its module is handed on.
     """
 
     def __init__(self, problem: str) -> None:
@@ -134,6 +135,7 @@ class UnencodableError(Exception):
         self.path: list[str] = []
         self.holder: tuple[str, int] | None = None
         self.is_users = False
+        self.whole_module = False
 
     def message(self) -> str:
         """The path to the part, and the problem, for the error message."""
@@ -192,7 +194,7 @@ class Encoder:
             self._begin_following(rules, watch, found)
 
     def _begin_following(self, rules: Rules, watch: Watch | None, found: Any) -> None:
-        self.watch, self.found, self.ordered = watch, found, True
+        self.watch, self.found, self.ordered, self.marks = watch, found, True, found.counted
         self._asks_first = bool(rules.first) or watch is not None
         self._begin_numbering()
         if watch is not None and watch.sees_leaves:
@@ -315,7 +317,7 @@ class Watch:
     sees_leaves = False
 
     def begin(self) -> None:
-        """An encoding begins. It begins anew where the first one has imported modules."""
+        """An encoding begins. A second one begins where the first has met what counts from the start on."""
 
     def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
         """The canonical bytes of a part; `encoder.part(..., direct=True)` makes them."""

@@ -3,12 +3,14 @@
 A fingerprint covers the code (instructions, constants, names), the defaults, the closure values, and every
 global that the code refers to. Functions and classes of user modules count by their own code; those of the
 standard library and of installed packages by name and version; values as `castore.keys.encoder` hashes them.
-Files, line numbers, docstrings and annotations do not count. A value without a stable hash is an
+Of a user module the attributes count that the code names. All of them count where the code hands the module
+on, for others may read any of them. Files and line numbers do not count. Docstrings and the annotations of
+functions count where any of the code reads docstrings or annotations. A value without a stable hash is an
 UnhashableError that names it, never a guess.
 
 Assumes that code outside the standard library and site-packages is the user's. Cannot see references through
-strings, `getattr(module, "name")` or `eval`. Bytecode differs between minor versions of Python, and so do
-fingerprints. The idea of following imported functions is Hugging Face datasets' issue 3297.
+strings, `importlib.import_module("name")` or `eval`. Bytecode differs between minor versions of Python, and
+so do fingerprints. The idea of following imported functions is Hugging Face datasets' issue 3297.
 """
 
 from __future__ import annotations
@@ -30,14 +32,20 @@ import typing
 from collections.abc import Iterator, Set
 from typing import Any
 
+from castore.keys import beside_code
 from castore.keys.bytecode import (
     BODY_NOISE,
+    Import,
+    Outer,
     codes,
+    handed_on,
+    imports,
     instructions,
     outer_reads,
     steps,
 )
 from castore.keys.classes import has_member, registered
+from castore.keys.declared import declared
 from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, refuse
 from castore.keys.libraries import library_object, library_of
 from castore.keys.registry import Table
@@ -46,16 +54,15 @@ from castore.keys.torch_modules import EVAL, calls_eval
 _CLASS_NOISE = {
     *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
     "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__",
-    "__dataclass_params__", "__match_args__",
+    "__dataclass_params__",
 }  # fmt: skip
 # Names that namedtuple writes; the fields describe the class fully.
 _TUPLE_NOISE = {
     "_make", "_replace", "_asdict", "__new__", "__getnewargs__", "__repr__", "__replace__", "__slots__",
+    "__match_args__",
 }  # fmt: skip
 # The state of these objects cannot change the result of a function.
 _HARMLESS = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
-_ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - types of old forms
-_TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, *_ALIASES)
 _LRU = type(functools.lru_cache(len))
 _WRAPPERS = (staticmethod, classmethod, _LRU)
 _DESCRIPTORS = (
@@ -63,6 +70,16 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType,
 )  # fmt: skip
 _MISSING = object()
+# The options of dataclasses and their fields, as they usually are. Generated methods are left out, so nothing
+# else shows whether they are there.
+_CLASS_OPTIONS = {
+    "init": True, "repr": True, "eq": True, "order": False, "unsafe_hash": False, "frozen": False,
+}  # fmt: skip
+_FIELD_OPTIONS: dict[str, Any] = {
+    "repr": True, "hash": None, "compare": True, "kw_only": False, "metadata": types.MappingProxyType({}),
+}  # fmt: skip
+# Not LOAD_NAME: the body of a class with annotations has that, for `__annotations__`.
+_READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "IMPORT_FROM")
 _PACKAGE = __name__.partition(".")[0]
 # The prefix of attributes that torch.compile sets on a function and functools.wraps copies; one is an
 # address.
@@ -146,6 +163,7 @@ def _function(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
         yield from (_value(encoder, _cell(cell), f" -> closure {name!r}") for name, cell in cells.items())
     else:
         yield from _body(encoder, function.__code__, function.__globals__, cells)
+        yield from beside_code.of_function(encoder, function)
     yield _value(encoder, function.__defaults__, " -> defaults")
     named = function.__kwdefaults__
     yield _value(encoder, named and AnyOrder(named), " -> defaults")
@@ -161,7 +179,8 @@ def code_parts(code: types.CodeType) -> Iterator[Any]:
 def _body(
     encoder: Encoder, code: types.CodeType, scope: dict[str, Any], cells: dict[str, Any]
 ) -> Iterator[Any]:
-    instructions, names, reads = _content(code)
+    instructions, names, reads, texts = _content(code)
+    encoder.found.texts |= texts
     yield instructions
     for kind, name in reads:
         if kind == "closure" and name in cells:
@@ -170,19 +189,26 @@ def _body(
             yield name, _reference(encoder, scope[name], names, f" -> global {name!r}")
         elif kind == "global":
             yield name, "builtin" if hasattr(builtins, name) else "unbound"
-    for name in sorted({name for inner in codes(code) for name in _imports(inner, scope)}):
+    statements = [statement for inner in codes(code) for statement in imports(inner)]
+    for name in sorted({name for statement in statements for name in _modules_of(statement, scope)}):
         was_there = name in sys.modules
         module = _imported(name)
         encoder.found.imported |= not was_there and name in sys.modules
         yield name, _reference(encoder, module, names, f" -> import {name!r}")
+    for value in handed_on(code):
+        module = _module_at(value, scope, cells)
+        if module is not None:
+            name = value.name[1] if value.kind == "import" else value.name
+            step = "".join([f" -> {value.kind} {name!r}", *(f".{read}" for read in value.attributes)])
+            yield "whole", encoder.part(module, step)
 
 
 def _reference(encoder: Encoder, value: Any, names: Set[str], step: str) -> bytes:
     """A value that code refers to; for a user module, all of its attributes that the code names."""
-    if not issubclass(type(value), types.ModuleType) or library_of(value.__name__):
-        code = _value(encoder, value, step)
-    else:
+    if _is_users_module(value):
         code = _users_module(encoder, value, names, step)
+    else:
+        code = _value(encoder, value, step)
     if encoder.watch is not None:
         encoder.watch.reference(value, step, code)
     return code
@@ -223,26 +249,68 @@ def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
     if not library_of(type(cls).__module__):
         yield "metaclass", encoder.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
     yield from (_value(encoder, base, f" -> base {base.__name__!r}") for base in cls.__bases__)
+    yield from beside_code.of_class(encoder, cls)
     noise = set(_CLASS_NOISE)
+    yield from declared(encoder, cls, noise)
     if _is_dataclass(cls):
-        noise |= {name for name, value in vars(cls).items() if _is_generated(value)}
-        for field in dataclasses.fields(cls):
-            chosen = [v for v in (field.default, field.default_factory) if v is not dataclasses.MISSING]
-            yield field.name, field.init, _value(encoder, chosen, f".{field.name}")
+        yield from _dataclass_parts(encoder, cls, noise)
     if issubclass(cls, enum.Enum):
-        yield [(name, _value(encoder, member.value, f".{name}")) for name, member in cls.__members__.items()]
-        held = {name: _held_by_member(member) for name, member in cls.__members__.items()}
-        if any(held.values()):
-            yield (
-                "members",
-                [(name, encoder.part(attributes, f".{name}")) for name, attributes in held.items()],
-            )
-        noise |= {name for name, value in vars(cls).items() if not _is_users_method(value)}
+        yield from _enum_parts(encoder, cls, noise)
     if issubclass(cls, tuple) and "_fields" in vars(cls):
         noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
     for name, value in sorted(vars(cls).items()):
         if name not in noise:
             yield name, _value(encoder, registered(cls, value), f".{name}")
+
+
+def _dataclass_parts(encoder: Encoder, cls: Any, noise: set[str]) -> Iterator[Any]:
+    """The fields and options of a dataclass; what these determine is added to ``noise``."""
+    noise |= {name for name, value in vars(cls).items() if _is_generated(value)}
+    for field in dataclasses.fields(cls):
+        chosen = [v for v in (field.default, field.default_factory) if v is not dataclasses.MISSING]
+        yield field.name, field.init, _value(encoder, chosen, f".{field.name}")
+        yield from _other_than(field, _FIELD_OPTIONS, encoder)
+    yield from _other_than(cls.__dataclass_params__, _CLASS_OPTIONS, encoder)
+    positional = tuple(field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only)
+    if vars(cls).get("__match_args__") == positional:
+        noise.add("__match_args__")
+    elif "__match_args__" not in vars(cls):
+        yield "match_args", False
+
+
+def _enum_parts(encoder: Encoder, cls: Any, noise: set[str]) -> Iterator[Any]:
+    """The members of an enumeration and what they hold; what `enum` itself adds is added to ``noise``."""
+    members = cls.__members__
+    yield [(name, _value(encoder, member.value, f".{name}")) for name, member in members.items()]
+    held = {name: _held_by_member(member) for name, member in members.items()}
+    if any(held.values()):
+        yield "members", [(name, encoder.part(attributes, f".{name}")) for name, attributes in held.items()]
+    if issubclass(cls, enum.Flag) and getattr(cls, "_boundary_", None) is not _boundary_above(cls):
+        yield "boundary", cls._boundary_.name
+    noise |= {
+        name
+        for name, value in vars(cls).items()
+        if not _is_users_method(value) and (name in members or _is_of_enum(name, value))
+    }
+
+
+def _other_than(options: Any, usual: dict[str, Any], encoder: Encoder) -> Iterator[Any]:
+    """The options of a dataclass or of a field that differ from the usual ones."""
+    for name, plain in usual.items():
+        chosen = getattr(options, name, plain)
+        if chosen != plain:
+            chosen = dict(chosen) if isinstance(chosen, types.MappingProxyType) else chosen
+            yield name, encoder.part(chosen, f".{name}")
+
+
+def _is_of_enum(name: str, value: object) -> bool:
+    """Whether a class attribute is one that `enum` itself puts into each enumeration."""
+    return (name.startswith("_") and name.endswith("_")) or isinstance(value, types.DynamicClassAttribute)
+
+
+def _boundary_above(cls: type) -> Any:
+    """The treatment of bits that no member has, as a class of flags inherits it."""
+    return next((base._boundary_ for base in cls.__mro__[1:] if hasattr(base, "_boundary_")), None)
 
 
 def _is_dataclass(cls: type) -> bool:
@@ -295,34 +363,71 @@ def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _content(code: types.CodeType) -> tuple[bytes, frozenset[str], list[tuple[str, str]]]:
+def _content(
+    code: types.CodeType,
+) -> tuple[bytes, frozenset[str], list[tuple[str, str]], frozenset[str]]:
     """The encoded instructions of code and its inner code, all names in it, and the outer variables it reads.
 
-    If a user module has attributes with these names, they are followed.
+    If a user module has attributes with these names, they are followed. Last, the kinds of texts that the
+    code reads: docstrings, annotations.
     """
     inside = list(codes(code))
     rows = [[part for row in instructions(inner) for part in row] for inner in inside]
     names = frozenset(name for inner in inside for name in inner.co_names)
     reads = {read for inner in inside for read in outer_reads(inner)}
-    return Encoder(CONFIGS).part(rows), names, sorted(reads)
+    texts = {
+        beside_code.READERS[argument]
+        for inner in inside
+        for opname, argument in steps(inner)
+        if opname in _READS and argument in beside_code.READERS
+    }
+    return Encoder(CONFIGS).part(rows), names, sorted(reads), frozenset(texts)
 
 
-def _imports(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
-    """Full names of the modules that code imports while it runs."""
-    level: Any = None
-    wanted: Any = None
-    for opname, argument in steps(code):
-        if opname == "IMPORT_NAME":
-            name = "." * (level or 0) + argument
-            if level:
-                package = scope.get("__package__") or str(scope.get("__name__", "")).rpartition(".")[0]
-                with contextlib.suppress(ImportError):
-                    name = importlib.util.resolve_name(name, package)
-            yield name
-            # `import a.b` binds a; `from a import b` may name the module a.b, which may not be imported yet.
-            yield from (name.partition(".")[0],) if not wanted and not level else ()
-            yield from (f"{name}.{item}" for item in wanted or () if _is_module(name, item))
-        level, wanted = wanted, argument
+def _modules_of(statement: Import, scope: dict[str, Any]) -> Iterator[str]:
+    """Full names of the modules that an import statement of a function imports."""
+    name = _full_name(statement.level, statement.module, scope)
+    yield name
+    # `import a.b` binds a; `from a import b` may name the module a.b, which may not be imported yet.
+    if not statement.names and not statement.level:
+        yield name.partition(".")[0]
+    yield from (f"{name}.{item}" for item in statement.names if _is_module(name, item))
+
+
+def _full_name(level: int, module: str, scope: dict[str, Any]) -> str:
+    name = "." * level + module
+    if level:
+        package = scope.get("__package__") or str(scope.get("__name__", "")).rpartition(".")[0]
+        with contextlib.suppress(ImportError):
+            return importlib.util.resolve_name(name, package)
+    return name
+
+
+def _module_at(value: Outer, scope: dict[str, Any], cells: dict[str, Any]) -> types.ModuleType | None:
+    """The user module that code hands on; None where the value is another one."""
+    found: Any
+    if value.kind == "import":
+        level, module, taken = value.name
+        name = _full_name(level, module, scope)
+        if taken:
+            # `import a.b.c as c` takes c from a.b too.
+            whole = name if name.rpartition(".")[2] == taken else f"{name}.{taken}"
+            found = sys.modules.get(whole, getattr(sys.modules.get(name), taken, None))
+        else:
+            found = sys.modules.get(name.partition(".")[0])
+    elif value.kind == "closure":
+        found = _cell(cells[value.name]) if value.name in cells else None
+    else:
+        found = scope.get(value.name)
+    for attribute in value.attributes:
+        if not _is_users_module(found):
+            return None
+        found = getattr(found, attribute, None)
+    return found if _is_users_module(found) else None
+
+
+def _is_users_module(value: Any) -> bool:
+    return issubclass(type(value), types.ModuleType) and not library_of(value.__name__)
 
 
 def _is_module(package: str, name: str) -> bool:
@@ -385,11 +490,20 @@ def _builtin(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 def _module(encoder: Encoder, value: types.ModuleType) -> Iterator[Any]:
     library = library_of(value.__name__)
-    if not library:
-        raise UnencodableError(
-            f"cannot hash the user module {value.__name__!r} as a value; pass what is used of it"
-        )
-    yield library
+    if library:
+        yield library
+        return
+    # Anybody who has the module may read any attribute.
+    encoder.number(value)
+    for name in sorted(vars(value)):
+        if not _is_magic(name) or name == "__getattr__":
+            try:
+                yield name, encoder.part(getattr(value, name), f".{name}")
+            except UnencodableError as error:
+                if not error.whole_module:
+                    error.whole_module = True
+                    error.problem += f" (the module {value.__name__!r} is handed on, so all of it counts)"
+                raise
 
 
 def _partial(encoder: Encoder, value: functools.partial[Any]) -> Iterator[Any]:
@@ -412,8 +526,10 @@ def _property(encoder: Encoder, value: property) -> Iterator[Any]:
 # The first matching type counts; Python 3.10 accepts aliases like list[int] as types. Here the name of the
 # value's class is the tag.
 _CODE = Table(
+    rows=[("typing", ("TypeAliasType",), beside_code.named_alias)],  # since Python 3.12
     types={
-        _TYPING: lambda _, value: iter((repr(value),)),
+        beside_code.TYPING: beside_code.alias,
+        typing.NewType: beside_code.new_type,
         types.FunctionType: _function_parts,
         type: _class,
         types.ModuleType: _module,
@@ -426,5 +542,5 @@ _CODE = Table(
         _DESCRIPTORS: lambda encoder, value: iter((value.__name__, encoder.part(value.__objclass__))),
         re.Pattern: lambda _, value: iter((value.pattern, value.flags)),
         _HARMLESS: lambda _, value: iter(()),
-    }
+    },
 )

@@ -38,6 +38,9 @@ def tokenizer(encoder: Encoder, value: Any) -> bytes | None:
 
 def _rules(value: Any) -> Iterator[Any]:
     yield from ("tokenizer", type(value).__module__, value.to_str())
+    # The text of the rules lacks this one.
+    if getattr(value, "encode_special_tokens", False):
+        yield "encode_special_tokens"
 
 
 def _transformers(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -49,6 +52,8 @@ def _transformers(encoder: Encoder, value: Any) -> Iterator[Any]:
         parsed.pop("truncation", None)
         parsed.pop("padding", None)
     yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(parsed))
+    if getattr(rules, "encode_special_tokens", False):
+        yield "encode_special_tokens"
     state = value.__getstate__() if _own_getstate(value) else vars(value)
     yield from state_parts(encoder, {name: item for name, item in state.items() if name not in _NOISE})
 

@@ -37,9 +37,12 @@ _ADDRESS = (
 class Found:
     """Findings in encoded bytes. Separate: a reference to its own method would keep an encoder alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: frozenset[str] = frozenset()) -> None:
         self.addresses: set[int] = set()
         self.doubtful = False
+        # Kinds of texts that count in this encoding, and those that the code met so far reads.
+        self.counted = counted
+        self.texts = counted
         # Whether the encoding has imported a module, which may have given other modules more attributes.
         self.imported = False
 
@@ -89,7 +92,7 @@ class Encoded(NamedTuple):
             return None
         trace = _ToDoubts(suspects)
         try:
-            rest = Encoder(self.rules, trace, Found()).part(self.value)
+            rest = Encoder(self.rules, trace, Found(self.found.counted)).part(self.value)
         except RecursionError:  # tracing needs more stack than encoding, and must not fail
             return None
         return Doubts(str(blake3(rest).hexdigest()[:KEY_DIGITS]), trace.parts) if trace.parts else None
@@ -109,23 +112,24 @@ def encode(rules: Rules, value: object, what: str, watch: Watch | None = None) -
             message has the path to the part.
     """
     found = Found()
-    code = _until_imported(rules, value, what, watch, found)
+    code = _until_complete(rules, value, what, watch, found)
     found.search(code)
     sought = addresses.confirmed(found.addresses) if found.addresses else None
     if sought:
-        _until_imported(rules, value, what, _ToAddress(sought), Found())
+        _until_complete(rules, value, what, _ToAddress(sought), Found())
         raise UnhashableError(f"{what}: {_ADDRESS}")
     return Encoded(code, value, rules, found)
 
 
-def _until_imported(rules: Rules, value: object, what: str, watch: Watch | None, found: Found) -> bytes:
-    """The canonical bytes of a value once all modules that its code imports are imported."""
+def _until_complete(rules: Rules, value: object, what: str, watch: Watch | None, found: Found) -> bytes:
+    """The canonical bytes of a value, once its code's imports are done and the texts known that it reads."""
     while True:  # so that the first result equals the later ones
         found.imported = False
+        found.counted = found.texts
         if watch is not None:
             watch.begin()
         code = Encoder(rules, watch, found).encode(value, what)
-        if not found.imported:
+        if not found.imported and found.texts == found.counted:
             return code
 
 
@@ -170,7 +174,7 @@ class _ToDoubts(Watch):
             if kind is None or id(value) in encoder.met:
                 return encoder.part(value, step, direct=True)
             self._kinds[kind] += 1
-            alone = Encoder(encoder.rules, found=Found()).part(value)
+            alone = Encoder(encoder.rules, found=Found(encoder.found.counted)).part(value)
             self.parts["".join(self._steps)] = kind, blake3(alone).hexdigest()[:32]
             return encoder.tagged("doubtful", kind)
         finally:

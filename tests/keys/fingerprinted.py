@@ -6,7 +6,7 @@ import functools
 import importlib
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -78,6 +78,31 @@ class Jitted:
         return self.x
 
 
+def model_of_pydantic() -> Any:
+    pydantic: Any = importlib.import_module("pydantic")
+
+    class Row(pydantic.BaseModel):  # type: ignore[misc]
+        a: int = pydantic.Field(1, gt=0)
+        b: list[int] | None = None
+
+        @pydantic.field_validator("a")  # type: ignore[untyped-decorator]
+        @classmethod
+        def up(cls, value: int) -> int:
+            return value + 1
+
+    return lambda x: Row(a=x)
+
+
+def struct_of_msgspec() -> Any:
+    msgspec: Any = importlib.import_module("msgspec")
+
+    class Row(msgspec.Struct, tag=True):  # type: ignore[call-arg, misc]
+        a: Annotated[int, msgspec.Meta(ge=1)] = 1
+        b: list[int] = msgspec.field(default_factory=list)
+
+    return lambda x: Row(a=x)
+
+
 def vectorizer() -> Any:
     from sklearn.feature_extraction.text import CountVectorizer
 
@@ -118,6 +143,8 @@ MADE: dict[str, Callable[[], Any]] = {
     "numpy.vectorize, used": lambda: used(np.vectorize(plain, otypes=[float]), [1]),
     # By chance one of them may be compiled alike in two processes.
     "regex": lambda: [regex.compile(rf"\p{{L}}+|\s|{number}").sub for number in range(8)],
+    "a model of pydantic": model_of_pydantic,
+    "a struct of msgspec": struct_of_msgspec,
     "a used vectorizer of scikit-learn": vectorizer,
     "random.random": lambda: random.random,
     "random.choice": lambda: random.choice,

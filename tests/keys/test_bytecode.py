@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from castore.keys.bytecode import attributes_read, codes, names_written, outer_reads, single, steps
+from castore.keys.bytecode import (
+    Outer,
+    attributes_read,
+    codes,
+    handed_on,
+    names_written,
+    outer_reads,
+    single,
+    steps,
+)
 from castore.keys.objects import function_fingerprint
 
 # The source of a function, and what it writes to.
@@ -59,6 +68,47 @@ def compiled(source: str) -> Any:
 def test_whatever_code_writes_to_is_found(case: str) -> None:
     source, written = WRITES[case]
     assert names_written(compiled(source).__code__) == written
+
+
+M = Outer("global", "m", ())
+# The source of a function, and what it hands on of the outer variable `m` and of what it imports.
+HANDED_ON: dict[str, tuple[str, set[Outer]]] = {
+    "an attribute": ("def f(x): return m.a(x)", {M._replace(attributes=("a",))}),
+    "an attribute that is called": ("def f(x): m.a(x)", {M._replace(attributes=("a",))}),
+    "an attribute that is set": ("def f(x): m.a = x", set()),
+    "an attribute in place": ("def f(x): m.a += x", {M._replace(attributes=("a",))}),
+    "a test": ("def f(x):\n    if m: return 1\n    return 2", set()),
+    "an argument": ("def f(g): return g(m, 1)", {M}),
+    "a result": ("def f(): return m", {M}),
+    "an element": ("def f(): return [m]", {M}),
+    "a value of an attribute": ("def f(self): self.a = m", {M}),
+    "a variable of its own": (
+        "def f(g):\n    n = m\n    o = n.a\n    return g(o)", {M._replace(attributes=("a",))},
+    ),
+    "a variable that is only read": (
+        "def f(x):\n    n = m\n    return n.a.b(x)", {M._replace(attributes=("a", "b"))},
+    ),
+    "a variable in a loop": (
+        "def f(x):\n    n = m\n    while x: n = n.a\n    return x", set(),
+    ),
+    "a function inside": ("def f(g):\n    n = m\n    def h(): return g(n)\n    return h", {M}),
+    "an import": (
+        "def f(g):\n    import a.b\n    return g(a.b)", {Outer("import", (0, "a.b", ""), ("b",))},
+    ),
+    "an import by another name": (
+        "def f(g):\n    import a.b as c\n    return g(c)", {Outer("import", (0, "a.b", "b"), ())},
+    ),
+    "an import from a package": (
+        "def f(g):\n    from ..a import b as c, d\n    return g(c)", {Outer("import", (2, "a", "b"), ())},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HANDED_ON)
+def test_whatever_code_hands_on_is_found(case: str) -> None:
+    source, expected = HANDED_ON[case]
+    found = handed_on(compiled(source).__code__)
+    assert {outer for outer in found if outer.kind == "import" or outer.name == "m"} == expected
 
 
 def test_a_closure_that_is_written_to_is_found() -> None:

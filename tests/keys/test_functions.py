@@ -61,6 +61,51 @@ WAYS = {
     ),
     "default": "from helpers import clean\ndef step(x, f=clean): return f(x)",
     "table": "from helpers import clean\nTABLE = {'c': [clean]}\ndef step(x): return TABLE['c'][0](x)",
+    "module-argument": (
+        "import helpers\ndef call(m, x): return m.clean(x)\ndef step(x): return call(helpers, x)"
+    ),
+    "module-result": (
+        "def lazy():\n    import helpers\n    return helpers\ndef step(x): return lazy().clean(x)"
+    ),
+    "module-attribute": textwrap.dedent("""
+        import helpers
+        class Op:
+            def __init__(self): self.m = helpers
+            def run(self, x): return self.m.clean(x)
+        def step(x): return Op().run(x)
+        """),
+    "module-held": textwrap.dedent("""
+        import helpers
+        class Op:
+            def __init__(self): self.m = helpers
+            def run(self, x): return self.m.clean(x)
+        step = Op().run
+        """),
+    "module-of-class": (
+        "import helpers\nclass Op:\n    m = helpers\ndef call(m, x): return m.clean(x)\n"
+        "def step(x): return call(Op.m, x)"
+    ),
+    "module-table": (
+        "import helpers\nTABLE = {'c': helpers}\ndef call(m, x): return m.clean(x)\n"
+        "def step(x): return call(TABLE['c'], x)"
+    ),
+    "module-default": "import helpers\ndef step(x, m=helpers): return m.clean(x)",
+    "module-getattr": "import helpers\ndef step(x): return getattr(helpers, 'cle' + 'an')(x)",
+    "module-vars": "import helpers\ndef step(x): return vars(helpers)['cle' + 'an'](x)",
+    "module-alias": (
+        "def call(m, x): return m.clean(x)\ndef step(x):\n    import pack.sub as s\n    m = s\n"
+        "    return [call(m, y) for y in x]"
+    ),
+    "module-inner": (
+        "def call(m, x): return m.clean(x)\ndef step(x):\n    from pack import sub\n"
+        "    def inner(y): return call(sub, y)\n    return inner(x)"
+    ),
+    "package-argument": (
+        "import pack.sub\ndef call(p, x): return p.sub.clean(x)\ndef step(x): return call(pack, x)"
+    ),
+    "submodule-argument": (
+        "import pack.sub\ndef call(m, x): return m.clean(x)\ndef step(x): return call(pack.sub, x)"
+    ),
     "partial": "import functools\nfrom helpers import clean\nstep = functools.partial(clean, 'x')",
     "cached": "import functools\nfrom helpers import clean\nstep = functools.lru_cache(clean)",
     "wrapped": textwrap.dedent("""

@@ -94,6 +94,9 @@ def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
     if not isinstance(value, pa.Table):
         value = pa.table({"": value})
     yield from ("arrow", table_digest(value))
+    metadata = [value.schema.metadata, *(field.metadata for field in value.schema)]
+    if any(metadata):
+        yield encoder.part(metadata, ".schema.metadata")
 
 
 #: The values that only operators hold. `dataset_fingerprint` adds datasets: a dataset's format

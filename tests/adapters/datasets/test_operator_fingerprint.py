@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from castore.adapters.datasets import operator_fingerprint
@@ -125,6 +126,34 @@ def test_a_tokenizer_is_told_by_its_rules() -> None:
     assert operator_fingerprint(Operator(make(["a", "b"]))) != operator_fingerprint(
         Operator(make(["a", "c"]))
     )
+
+
+def test_a_tokenizer_that_splits_special_tokens_is_another_one() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+
+    def both(split: bool) -> list[str]:
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+        made.encode_special_tokens = split
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+        fast._tokenizer.encode_special_tokens = split
+        return [operator_fingerprint(Operator(made)), operator_fingerprint(Operator(fast))]
+
+    assert both(False) == both(False)
+    assert not {*both(False)} & {*both(True)}
+
+
+def test_the_metadata_of_an_arrow_schema_counts() -> None:
+    plain = pa.table({"a": [1, 2]})
+    field = pa.field("a", pa.int64(), metadata={"unit": "m"})
+    described = [
+        plain,
+        plain.replace_schema_metadata({"unit": "m"}),
+        plain.replace_schema_metadata({"unit": "cm"}),
+        plain.cast(pa.schema([field])),
+    ]
+    for kept in (described, [table.to_batches()[0] for table in described]):
+        assert len({operator_fingerprint(Operator(table)) for table in kept}) == len(described)
 
 
 def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:

@@ -1,0 +1,163 @@
+"""Annotations and docstrings: texts beside the code, and where they count.
+
+Annotations of a class always count: dataclasses, msgspec, pydantic and others make of them how a value is
+read. Those of functions and all docstrings count only where some of the code reads such texts, as a function
+that sends `step.__doc__` to a language model. Of the user's classes in an annotation, those follow by their
+code that have annotations of their own, and enumerations; others count by name, since an edit of a trainer
+changes nothing for a record that has a field for one.
+
+Must never: evaluate an annotation that is a text; its names are only looked up.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from castore.keys.bytecode import codes
+from castore.keys.classes import full_name
+from castore.keys.encoder import Encoder, UnencodableError
+from castore.keys.libraries import library_of
+from castore.keys.moved import name_in_keys
+
+#: Marks of an encoder in whose code something reads docstrings, or annotations.
+DOCSTRINGS = "docstrings"
+ANNOTATIONS = "annotations"
+#: Names that code reads such texts by.
+READERS: Mapping[str, str] = {
+    "__doc__": DOCSTRINGS,
+    "getdoc": DOCSTRINGS,
+    "__annotations__": ANNOTATIONS,
+    "get_annotations": ANNOTATIONS,
+    "get_type_hints": ANNOTATIONS,
+    "signature": ANNOTATIONS,
+    "getfullargspec": ANNOTATIONS,
+}
+_ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - types of old forms
+#: Types of the values that stand for types.
+TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, *_ALIASES)
+_ADDRESS = re.compile("0x[0-9a-f]{4}", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+
+
+def of_class(encoder: Encoder, cls: type) -> Iterator[Any]:
+    """The annotations in the body of a user's class."""
+    scope = getattr(sys.modules.get(cls.__module__), "__dict__", {})
+    if own := _own(cls):
+        yield ANNOTATIONS, [(name, [*_annotation(encoder, kind, scope)]) for name, kind in own.items()]
+    if DOCSTRINGS in encoder.marks:
+        yield DOCSTRINGS, _text(vars(cls).get("__doc__"))
+
+
+def of_function(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
+    """The annotations and docstrings of a user's function, where code reads them."""
+    if ANNOTATIONS in encoder.marks:
+        scope = function.__globals__
+        own = _own(function)
+        yield ANNOTATIONS, [(name, [*_annotation(encoder, kind, scope)]) for name, kind in own.items()]
+    if DOCSTRINGS in encoder.marks:
+        inner = [code.co_consts[:1] for code in codes(function.__code__)]
+        yield DOCSTRINGS, _text(function.__doc__), [_text(first) for firsts in inner for first in firsts]
+
+
+def alias(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The parts of a value that stands for a type: its text, and the user's classes and values in it."""
+    yield _spelled(value)
+    yield from (encoder.part(inside) for inside in _inside(value))
+
+
+def new_type(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The parts of a `typing.NewType`."""
+    yield value.__name__, encoder.part(value.__supertype__, ".__supertype__")
+
+
+def named_alias(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The parts of an alias by the ``type`` statement."""
+    yield "alias", value.__name__, encoder.part(value.__value__, ".__value__")
+
+
+def _own(value: Any) -> Mapping[str, Any]:
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        try:
+            return annotationlib.get_annotations(value)
+        except Exception:  # noqa: BLE001 - annotations are evaluated late, and may name what is not there
+            return annotationlib.get_annotations(value, format=annotationlib.Format.STRING)
+    return inspect.get_annotations(value)
+
+
+def _annotation(encoder: Encoder, kind: Any, scope: Mapping[str, Any]) -> Iterator[Any]:
+    if type(kind) is str:
+        yield kind
+        named = [_named(name, scope) for name in _NAME.findall(kind)]
+        yield from (encoder.part(found) for found in named if _is_record(found))
+    elif issubclass(type(kind), type):
+        yield f"{name_in_keys(kind.__module__)}.{kind.__qualname__}"
+        if _is_record(kind):
+            yield encoder.part(kind)
+    else:
+        is_type = isinstance(kind, TYPING)
+        yield _spelled(kind) if is_type else full_name(type(kind))
+        for inside in _inside(kind) if is_type else (kind,):
+            try:
+                yield encoder.part(inside)
+            except UnencodableError:
+                yield _described(inside)
+
+
+def _described(value: Any) -> list[str]:
+    """A part of an annotation that has no encoding, by its type and text. Mostly, type checkers read it."""
+    known = full_name(type(value))
+    text = repr(value)
+    return [known] if _ADDRESS.search(text) else [known, text]
+
+
+def _named(name: str, scope: Mapping[str, Any]) -> Any:
+    first, *rest = name.split(".")
+    found = scope.get(first)
+    for attribute in rest:
+        found = vars(found).get(attribute) if isinstance(found, types.ModuleType) else None
+    return found
+
+
+def _is_record(value: Any) -> bool:
+    if not issubclass(type(value), type) or isinstance(value, types.GenericAlias):
+        return False
+    return library_of(value.__module__) is None and (issubclass(value, enum.Enum) or bool(_own(value)))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """The user's records and the metadata of `typing.Annotated` in a value that stands for a type."""
+    if _is_record(value):
+        yield value
+    elif isinstance(value, list | tuple):  # the arguments of a Callable
+        for item in value:
+            yield from _inside(item)
+    elif isinstance(value, typing.TypeVar):
+        if bounds := [bound for bound in (value.__bound__, *value.__constraints__) if bound is not None]:
+            yield [_spelled(bound) for bound in bounds]
+            yield from _inside(bounds)
+    elif isinstance(value, TYPING):
+        yield from getattr(value, "__metadata__", ())
+        yield from _inside(typing.get_args(value)[: 1 if hasattr(value, "__metadata__") else None])
+
+
+def _spelled(value: Any) -> str:
+    """A value that stands for a type, as text; without the metadata of `typing.Annotated`."""
+    if isinstance(value, TYPING) and "Annotated[" in repr(value):
+        if hasattr(value, "__metadata__"):
+            return f"Annotated[{_spelled(typing.get_args(value)[0])}]"
+        arguments = ", ".join(map(_spelled, typing.get_args(value)))
+        return f"{typing.get_origin(value)!r}[{arguments}]"
+    return repr(value)
+
+
+def _text(value: Any) -> str | None:
+    return value if type(value) is str else None
