@@ -48,7 +48,7 @@ from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import states_named_by
 from castore.adapters.datasets.operator_description import identify
 from castore.adapters.datasets.operator_keys import operator_fingerprint
-from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, tried_rows
+from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, parts_of
 from castore.adapters.datasets.rowwise_batches import join_results, pick_rows, rows_of, split_result
 from castore.errors import (
     CacheWarning,
@@ -307,13 +307,13 @@ class Pass:
         is_argument = any(item[0] for item in found if not isinstance(item, _Slot))
         if slots:
             part = arguments if not pieces else pick_rows(arguments, list(slots))
-            picked = self._to_try(part, len(slots))
+            batch = self._to_try(part, len(slots))
             before, began = Before.of(part, pack_arguments(part)), time.perf_counter()
             output = self._function(*part, **keywords)
             seconds = (time.perf_counter() - began) / len(slots)
             made = split_result(output, len(slots), title)
-            if picked is not None:
-                self._try_rowwise(picked, made, keywords)
+            if batch is not None:
+                self._try_rowwise(batch, made, keywords)
             pieces.update(zip(slots, made, strict=True))
             for slot, record in zip(slots.values(), self._records(before, part, output, made), strict=True):
                 self._end(slot, record, seconds)
@@ -324,28 +324,30 @@ class Pass:
         return _give(is_argument, joined, arguments)
 
     def _to_try(self, arguments: Sequence[Any], count: int) -> Packed | None:
-        """The rows of a batch that are tried alone, before the function may change them; None for none."""
+        """A batch that is tried in parts, before the function may change it; None if it is not tried."""
         if self._key is None or not is_worth_trying(count, self._kept.tried.get(self._key, 0)):
             return None
         self._kept.tried[self._key] = count
-        return pack_arguments(pick_rows(arguments, tried_rows(count)))
+        return pack_arguments(arguments)
 
-    def _try_rowwise(self, picked: Packed, made: list[Any], keywords: dict[str, Any]) -> None:
-        """Run some rows of a batch alone, and compare them with the results for the batch.
+    def _try_rowwise(self, batch: Packed, made: list[Any], keywords: dict[str, Any]) -> None:
+        """Run a batch in parts, some rows alone, and compare the results with those for the whole batch.
+
+        The parts in between show a function that leaves one row out and gives another one twice.
 
         Raises:
             InvalidValueError: the results differ.
         """
         title = self._kept.title
-        for number, place in enumerate(tried_rows(len(made))):
-            output = self._function(*pick_rows(unpack_arguments(picked), [number]), **keywords)
-            [alone] = split_result(output, 1, title)
-            one, other = (
-                item if isinstance(item, dict) else {"its result": item} for item in (made[place], alone)
-            )
-            for column in {**one, **other}:
-                values = _plain(one.get(column)), _plain(other.get(column))
-                check_alike(title, column, f"row {place} of a batch", *values)
+        for part in parts_of(len(made)):
+            output = self._function(*pick_rows(unpack_arguments(batch), list(part)), **keywords)
+            for place, alone in zip(part, split_result(output, len(part), title), strict=True):
+                one, other = (
+                    item if isinstance(item, dict) else {"its result": item} for item in (made[place], alone)
+                )
+                for column in {**one, **other}:
+                    values = _plain(one.get(column)), _plain(other.get(column))
+                    check_alike(title, column, f"row {place} of a batch", *values)
 
     def close(self) -> None:
         """Keep what is there. Later, where the iteration has been ended inside a call of the store."""

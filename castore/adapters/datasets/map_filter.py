@@ -76,7 +76,7 @@ def cached_map(
         codec: the codec of kept results.
         rowwise: a batched function treats each row alone, whatever rows are beside it in the batch. A row
             that is inserted or deleted then costs its own block, and not all that follow. Some rows of a
-            batch are tried alone.
+            batch are tried alone. For an iterable dataset the function must give one row for each.
         **map_kwargs: as for `map`; ``load_from_cache_file=False`` runs the function again.
             ``cache_file_name``, ``suffix_template`` and ``keep_in_memory`` are accepted and ignored, for they
             decide where `datasets` would keep its own copy. A dictionary of datasets takes the arguments of
@@ -311,20 +311,37 @@ def _try_rowwise(
             check_alike(title, "its result", row, place in kept, place in kept_alone)
         return
     given = {"keep_in_memory": True, "features": result.features}
+    differs: InvalidValueError | None = None
     if len(result) == len(call.rows):
         one, other = _values(result.select(places)), _values(run_rows(places, batch_size=1, **given))
-    else:  # rows have moved, so all rows of the batch have to run again to find them
-        parts = [_values(run_rows(part, batch_size=len(part), **given)) for part in parts_of(count)]
-        other = {column: [value for part in parts for value in part[column]] for column in parts[0]}
-        length = max(map(len, other.values()))
-        one = _values(result.select(range(min(length, len(result)))))
-    for column in {**one, **other}:
-        values = one.get(column, []), other.get(column, [])
-        if not len(values[0]) == len(values[1]) == len(places):
-            check_alike(title, column, f"rows {call.first} to {call.first + count - 1}", *values)
-            continue
-        for place, *pair in zip(places, *values, strict=True):
-            check_alike(title, column, f"row {call.first + place}", *pair)
+        try:
+            for column in {**one, **other}:
+                _check_values(title, call, places, column, one.get(column, []), other.get(column, []))
+            return
+        except InvalidValueError as error:
+            differs = error  # unless rows have moved, and as many were left out as were added
+    # All rows of the batch run again, to find those that have moved.
+    parts = [_values(run_rows(part, batch_size=len(part), **given)) for part in parts_of(count)]
+    other = {column: [value for part in parts for value in part[column]] for column in parts[0]}
+    length = max(map(len, other.values()))
+    one = _values(result.select(range(min(length, len(result)))))
+    rows = f"rows {call.first} to {call.first + count - 1}"
+    try:
+        for column in {**one, **other}:
+            check_alike(title, column, rows, one.get(column, []), other.get(column, []))
+    except InvalidValueError as error:
+        raise differs or error from None
+
+
+def _check_values(
+    title: str, call: BlockCall, places: list[int], column: str, together: list[Any], alone: list[Any]
+) -> None:
+    if not len(together) == len(alone) == len(places):
+        check_alike(
+            title, column, f"rows {call.first + places[0]} to {call.first + places[-1]}", together, alone
+        )
+    for place, *pair in zip(places, together, alone, strict=True):
+        check_alike(title, column, f"row {call.first + place}", *pair)
 
 
 def _values(dataset: datasets.Dataset) -> dict[str, list[Any]]:
@@ -376,4 +393,8 @@ def _counting_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     # Ranks are numbers of processes, and each process drops the last batch of its own rows.
     if arguments["with_rank"] or (arguments["batched"] and arguments.get("drop_last_batch")):
         matter["num_proc"] = arguments["num_proc"] or 1
+    # A batch of all rows is one batch for each process.
+    size, num_proc = arguments["batch_size"], arguments["num_proc"] or 1
+    if arguments["batched"] and (size is None or size <= 0) and num_proc > 1:
+        matter["num_proc"] = num_proc
     return matter

@@ -48,8 +48,8 @@ def split_result(output: Any, count: int, title: str) -> list[Any]:
     for name, column in columns.items():
         if not _is_column(column) or len(column) != count:
             raise InvalidValueError(
-                f"{title} is said to be row-wise, and is not: for {count} rows, {name!r} is not {count} "
-                "values; leave out rowwise=True"
+                f"{title} is said to be row-wise, and does not give one row for each row, as it must in a "
+                f"stream: for {count} rows, {name!r} is not {count} values; leave out rowwise=True"
             )
     if isinstance(output, Mapping):
         return [{name: column[place] for name, column in columns.items()} for place in range(count)]

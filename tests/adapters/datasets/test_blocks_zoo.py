@@ -1126,6 +1126,19 @@ def test_what_depends_on_the_rows_beside_is_an_error_with_the_rows(
         cached(data, _Rowwise(name), store=store, batched=True, batch_size=40, rowwise=True, **removed)
 
 
+def times_by_number(samples: dict[str, list[Any]]) -> dict[str, Any]:
+    ran(len(samples["number"]))
+    return {"again": [n for n in samples["number"] for _ in range(n % 3)]}
+
+
+def test_a_map_may_give_as_many_rows_as_it_gets_in_other_places(store: Store) -> None:
+    """Regression: such a map was said not to be row-wise, since rows were compared by their places."""
+    data = datasets.Dataset.from_dict({"number": range(999)})
+    arguments: dict[str, Any] = {"batched": True, "remove_columns": ["number"]}
+    ours = cached_map(data, times_by_number, store=store, rowwise=True, **arguments)
+    assert ours["again"] == data.map(times_by_number, **arguments)["again"]
+
+
 def rare_key(sample: dict[str, Any]) -> dict[str, Any]:
     ran()
     return {"x": 1, "note": "rare"} if sample["number"] == rare_key_at else {"x": 1}

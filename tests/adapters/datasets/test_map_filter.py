@@ -112,6 +112,21 @@ def test_what_cannot_change_the_result_does_not_count(
     assert not again(lambda: cached_map(texts, size, store=store, **other))
 
 
+def count_of_batch(samples: dict[str, list[Any]]) -> dict[str, list[int]]:
+    return {"count": [len(samples["text"])] * len(samples["text"])}
+
+
+@pytest.mark.parametrize("size", [None, -1])
+def test_a_batch_of_all_rows_is_one_for_each_process(
+    store: Store, texts: datasets.Dataset, size: int | None
+) -> None:
+    for processes in (1, 2):
+        given: dict[str, Any] = {"batched": True, "batch_size": size, "num_proc": processes}
+        ours = cached_map(texts, count_of_batch, store=store, **given)
+        assert ours["count"] == texts.map(count_of_batch, **given)["count"]
+    assert {*ours["count"]} == {len(texts) // 2}
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -595,6 +595,22 @@ def test_a_function_that_is_not_rowwise_is_an_error_with_the_values(store: Store
         list(cached_map(from_arrow(), stream_cases.groups, store=store, **given))
 
 
+def test_a_function_that_leaves_a_row_out_and_gives_another_twice_is_an_error(store: Store) -> None:
+    """Regression: as many rows as before were paired by place, and later runs gave the rows of others."""
+
+    def moves(samples: dict[str, list[Any]]) -> dict[str, Any]:
+        times = [0 if n == 3 else 2 if n == 40 else 1 for n in samples["number"]]
+        return {"twice": [n for n, count in zip(samples["number"], times, strict=True) for _ in range(count)]}
+
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True, "batch_size": 60}
+    removed = from_arrow().column_names
+    with pytest.raises(
+        InvalidValueError, match="moves is said to be row-wise, and does not give one row for each"
+    ):
+        list(cached_map(from_arrow(), moves, remove_columns=removed, **given))
+    assert not list(store.entries(CALLS_FOLDER))
+
+
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
