@@ -139,11 +139,6 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
     # The whole table
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether an access has needed the whole table mapped."""
-        return self._whole is not None
-
-    @property
     def was_scanned(self) -> bool:
         """Whether the table has been read in order."""
         return self._was_scanned or self._source.was_scanned

@@ -71,7 +71,7 @@ def copies(store: Store) -> int:
 def is_mapped(dataset: datasets.Dataset) -> bool:
     table = dataset._data
     assert isinstance(table, LazyTable)
-    return table.is_mapped
+    return table._whole is not None
 
 
 def test_what_nobody_looks_at_is_not_decoded(
