@@ -1,10 +1,10 @@
-"""Annotations and docstrings: texts beside the code, and where they count.
+"""Annotations, docstrings and source text: texts beside the code, and where they count.
 
 Annotations of a class always count: dataclasses, msgspec, pydantic and others make of them how a value is
-read. Those of functions and all docstrings count only where some of the code reads such texts, as a function
-that sends `step.__doc__` to a language model. Of the user's classes in an annotation, those follow by their
-code that have annotations of their own, and enumerations; others count by name, since an edit of a trainer
-changes nothing for a record that has a field for one.
+read. Those of functions, all docstrings, and source text with its comments count only where some of the
+code reads such texts, as a function that sends `step.__doc__` to a language model. Of the user's classes in
+an annotation, those follow by their code that have annotations of their own, and enumerations; others count
+by name, since an edit of a trainer changes nothing for a record that has a field for one.
 
 Must never: evaluate an annotation that is a text; its names are only looked up.
 """
@@ -23,21 +23,27 @@ from typing import Any
 from castore.keys.bytecode import codes
 from castore.keys.classes import full_name
 from castore.keys.encoder import Encoder, UnencodableError
-from castore.keys.libraries import library_of
+from castore.keys.libraries import library_of_class
 from castore.keys.moved import name_in_keys
 
-#: Marks of an encoder in whose code something reads docstrings, or annotations.
+#: Marks of an encoder in whose code something reads docstrings, annotations, or source text.
 DOCSTRINGS = "docstrings"
 ANNOTATIONS = "annotations"
-#: Names that code reads such texts by.
-READERS: Mapping[str, str] = {
-    "__doc__": DOCSTRINGS,
-    "getdoc": DOCSTRINGS,
-    "__annotations__": ANNOTATIONS,
-    "get_annotations": ANNOTATIONS,
-    "get_type_hints": ANNOTATIONS,
-    "signature": ANNOTATIONS,
-    "getfullargspec": ANNOTATIONS,
+SOURCE = "source"
+#: Names that code reads such texts by. The last two, of `transformers`, describe functions to a model.
+READERS: Mapping[str, frozenset[str]] = {
+    "__doc__": frozenset({DOCSTRINGS}),
+    "getdoc": frozenset({DOCSTRINGS}),
+    "__annotations__": frozenset({ANNOTATIONS}),
+    "get_annotations": frozenset({ANNOTATIONS}),
+    "get_type_hints": frozenset({ANNOTATIONS}),
+    "signature": frozenset({ANNOTATIONS}),
+    "getfullargspec": frozenset({ANNOTATIONS}),
+    "getsource": frozenset({SOURCE}),
+    "getsourcelines": frozenset({SOURCE}),
+    "getcomments": frozenset({SOURCE}),
+    "get_json_schema": frozenset({ANNOTATIONS, DOCSTRINGS}),
+    "apply_chat_template": frozenset({ANNOTATIONS, DOCSTRINGS}),
 }
 _ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - types of old forms
 #: Types of the values that stand for types.
@@ -53,6 +59,7 @@ def of_class(encoder: Encoder, cls: type) -> Iterator[Any]:
         yield ANNOTATIONS, [(name, [*_annotation(encoder, kind, scope)]) for name, kind in own.items()]
     if DOCSTRINGS in encoder.marks:
         yield DOCSTRINGS, _text(vars(cls).get("__doc__"))
+    yield from source_of(encoder, cls)
 
 
 def of_function(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
@@ -64,6 +71,16 @@ def of_function(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]
     if DOCSTRINGS in encoder.marks:
         inner = [code.co_consts[:1] for code in codes(function.__code__)]
         yield DOCSTRINGS, _text(function.__doc__), [_text(first) for firsts in inner for first in firsts]
+    yield from source_of(encoder, function)
+
+
+def source_of(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The source text of a function, class or module, where code reads it and there is a file."""
+    if SOURCE in encoder.marks:
+        try:
+            yield SOURCE, inspect.getsource(value)
+        except (OSError, TypeError):
+            yield SOURCE, None
 
 
 def alias(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -130,7 +147,7 @@ def _named(name: str, scope: Mapping[str, Any]) -> Any:
 def _is_record(value: Any) -> bool:
     if not issubclass(type(value), type) or isinstance(value, types.GenericAlias):
         return False
-    return library_of(value.__module__) is None and (issubclass(value, enum.Enum) or bool(_own(value)))
+    return library_of_class(value) is None and (issubclass(value, enum.Enum) or bool(_own(value)))
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -47,7 +47,7 @@ from castore.keys.bytecode import (
 from castore.keys.classes import has_member, registered
 from castore.keys.declared import declared
 from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, refuse
-from castore.keys.libraries import library_object, library_of
+from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.registry import Table
 from castore.keys.torch_modules import EVAL, calls_eval
 
@@ -93,13 +93,12 @@ def orders(value: Any, around: bool) -> bool:
     """
     cls = type(value)
     if issubclass(cls, types.FunctionType):
-        module = value.__globals__.get("__name__")
+        library = library_of(value.__globals__.get("__name__"))
     else:
-        module = value.__module__ if issubclass(cls, type) else cls.__module__
-    library = library_of(module)
+        library = library_of_class(value if issubclass(cls, type) else cls)
     if library is None:
         return True
-    return around and (" of Python " in library or module.partition(".")[0] == _PACKAGE)
+    return around and (" of Python " in library or library.startswith((f"{_PACKAGE} ", f"{_PACKAGE}.")))
 
 
 def code_rule(encoder: Encoder, value: Any) -> bytes | None:
@@ -117,7 +116,7 @@ def code_rule(encoder: Encoder, value: Any) -> bytes | None:
     if issubclass(cls, types.FunctionType | type):
         encoder.number(value)
     code = encoder.tagged(cls.__name__, *count(encoder, value))
-    if issubclass(cls, type) or library_of(cls.__module__):
+    if issubclass(cls, type) or library_of_class(cls):
         return code
     # An instance of a user's class: its methods count too.
     return encoder.tagged("instance", code, encoder.part(cls))
@@ -195,6 +194,9 @@ def _body(
         module = _imported(name)
         encoder.found.imported |= not was_there and name in sys.modules
         yield name, _reference(encoder, module, names, f" -> import {name!r}")
+    own = sys.modules.get(str(scope.get("__name__")))
+    if _finds_itself(code) and own is not None and vars(own) is scope:
+        yield "whole", encoder.part(own, " -> sys.modules[__name__]")
     for value in handed_on(code):
         module = _module_at(value, scope, cells)
         if module is not None:
@@ -236,17 +238,17 @@ def _value(encoder: Encoder, value: Any, step: str) -> bytes:
 def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
     """The parts of a class that count: its bases and everything that its body defines."""
     yield cls.__qualname__
-    library = library_of(cls.__module__)
+    library = library_of_class(cls)
     if library:
         yield library
         # A library may derive classes from the user's: torch's parametrizations do.
         yield from (
             _value(encoder, base, f" -> base {base.__name__!r}")
             for base in cls.__bases__
-            if not library_of(base.__module__)
+            if not library_of_class(base)
         )
         return
-    if not library_of(type(cls).__module__):
+    if not library_of_class(type(cls)):
         yield "metaclass", encoder.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
     yield from (_value(encoder, base, f" -> base {base.__name__!r}") for base in cls.__bases__)
     yield from beside_code.of_class(encoder, cls)
@@ -375,13 +377,9 @@ def _content(
     rows = [[part for row in instructions(inner) for part in row] for inner in inside]
     names = frozenset(name for inner in inside for name in inner.co_names)
     reads = {read for inner in inside for read in outer_reads(inner)}
-    texts = {
-        beside_code.READERS[argument]
-        for inner in inside
-        for opname, argument in steps(inner)
-        if opname in _READS and argument in beside_code.READERS
-    }
-    return Encoder(CONFIGS).part(rows), names, sorted(reads), frozenset(texts)
+    read = {argument for inner in inside for opname, argument in steps(inner) if opname in _READS}
+    texts = frozenset[str]().union(*(kinds for name, kinds in beside_code.READERS.items() if name in read))
+    return Encoder(CONFIGS).part(rows), names, sorted(reads), texts
 
 
 def _modules_of(statement: Import, scope: dict[str, Any]) -> Iterator[str]:
@@ -401,6 +399,13 @@ def _full_name(level: int, module: str, scope: dict[str, Any]) -> str:
         with contextlib.suppress(ImportError):
             return importlib.util.resolve_name(name, package)
     return name
+
+
+@functools.lru_cache(maxsize=4096)
+def _finds_itself(code: types.CodeType) -> bool:
+    """Whether code may take its own module from ``sys.modules``, to hand it on."""
+    read = {argument for inner in codes(code) for opname, argument in steps(inner) if opname in _READS}
+    return {"modules", "__name__"} <= read
 
 
 def _module_at(value: Outer, scope: dict[str, Any], cells: dict[str, Any]) -> types.ModuleType | None:
@@ -495,6 +500,7 @@ def _module(encoder: Encoder, value: types.ModuleType) -> Iterator[Any]:
         return
     # Anybody who has the module may read any attribute.
     encoder.number(value)
+    yield from beside_code.source_of(encoder, value)
     for name in sorted(vars(value)):
         if not _is_magic(name) or name == "__getattr__":
             try:

@@ -13,14 +13,54 @@ import os
 import re
 import sys
 import sysconfig
+import types
 from typing import Any
 
+from castore.keys.classes import per_class
 from castore.keys.moved import name_in_keys
+
+# Python's flag of types that are made while a program runs.
+_ON_HEAP = 1 << 9
 
 
 def library_of(module: Any) -> str | None:
     """The module's name with name and version of its distribution, or of Python; None for user code."""
     return _find_library(module) if isinstance(module, str) else None
+
+
+@per_class
+def library_of_class(cls: type) -> str | None:
+    """As `library_of`, for a class; None for a class of the user's that only names a library's module.
+
+    Python takes a class's module from the code that calls `type`. For ``type(name, (Base,), {...})`` over an
+    abstract class that is `abc`, for `dataclasses.make_dataclass` it may be `types`. `functools.wraps` copies
+    the module of another class.
+    """
+    library = library_of(cls.__module__)
+    if library is None or not cls.__flags__ & _ON_HEAP or _has(cls):
+        return library
+    body = vars(cls).values()
+    of_c = any(isinstance(item, types.MethodDescriptorType | types.WrapperDescriptorType) for item in body)
+    is_users = (" of Python " in library and not of_c) or any(map(_is_users_code, body))
+    return None if is_users else library
+
+
+def _has(cls: type) -> bool:
+    """Whether the module that a class names has the class."""
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        try:
+            found = vars(found).get(part)
+        except TypeError:
+            return False
+    if found is cls:
+        return True
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls  # of a lazy module
+
+
+def _is_users_code(item: object) -> bool:
+    item = getattr(item, "fget", getattr(item, "__func__", item))
+    return isinstance(item, types.FunctionType) and library_of(item.__globals__.get("__name__")) is None
 
 
 @functools.cache
@@ -82,8 +122,27 @@ def _distribution(top: str) -> str:
     try:
         return f"{top} {importlib.metadata.version(top)}"
     except importlib.metadata.PackageNotFoundError:
-        owners = sorted(set(importlib.metadata.packages_distributions().get(top, ())))
+        owners = sorted(
+            {found.metadata["Name"] for found in importlib.metadata.distributions() if _holds(found, top)}
+        )
         return " ".join(f"{owner} {importlib.metadata.version(owner)}" for owner in owners)
+
+
+def _holds(distribution: Any, top: str) -> bool:
+    """Whether a distribution has a top-level package, by `importlib.metadata.packages_distributions`' rule.
+
+    That function parses all files of all distributions, which takes half a second where there are 200.
+    """
+    if declared := (distribution.read_text("top_level.txt") or "").split():
+        return top in declared
+    record = distribution.read_text("RECORD")
+    if record is None:
+        names = [file.parts for file in distribution.files or () if file.suffix == ".py"]
+        return any(parts[0].removesuffix(".py") == top for parts in names)
+    return (
+        re.search(rf"^{re.escape(top)}(/[^,\n]*)?\.(py|[^,/\n]*so|[^,/\n]*pyd)[\",]", record, re.MULTILINE)
+        is not None
+    )
 
 
 def library_object(value: Any) -> str | None:

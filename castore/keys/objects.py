@@ -31,7 +31,7 @@ from castore.keys.encoder import (
     refuse,
 )
 from castore.keys.functions import code_rule, orders
-from castore.keys.libraries import library_of
+from castore.keys.libraries import library_of_class
 from castore.keys.pickled import lasting, object_parts
 from castore.keys.registry import Rules
 from castore.keys.tokenizers import tokenizer
@@ -96,7 +96,7 @@ def _with_class(encoder: Encoder, value: Any) -> bytes | None:
     """A value of a user's class by its state; the class's code counts too."""
     code = _BY_STATE(encoder, value)
     cls = type(value)
-    users_path = issubclass(cls, pathlib.PurePath) and not library_of(cls.__module__)
+    users_path = issubclass(cls, pathlib.PurePath) and not library_of_class(cls)
     # `_object` has the class's code already.
     if code is None or not (
         users_path or issubclass(cls, enum.Enum | tuple) or has_member(cls, "__dataclass_fields__")
@@ -114,7 +114,7 @@ def _object(encoder: Encoder, value: Any) -> bytes:
     try:
         return encoder.tagged("object", *object_parts(encoder, value))
     except UnencodableError as error:
-        library = library_of(type(value).__module__)
+        library = library_of_class(type(value))
         if library is None:
             error.is_users = True
         elif not error.is_users and " of Python " not in library:

@@ -20,7 +20,7 @@ from typing import Any
 from castore.keys.bytecode import names_written
 from castore.keys.classes import per_class
 from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, order_of_keys
-from castore.keys.libraries import library_of
+from castore.keys.libraries import library_of_class
 from castore.keys.torch_modules import (
     EVAL,
     EVAL_BEHIND,
@@ -128,7 +128,7 @@ def _reduced(value: Any) -> Any:
         problem = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
         advice = (
             "pass what it was made of, or leave it out in the __getstate__ of what holds it"
-            if library_of(cls.__module__)
+            if library_of_class(cls)
             else "leave it out in __getstate__, or give its class a __castore_key__ method"
         )
         raise UnencodableError(f"cannot hash {cls}: {problem}; {advice}") from error

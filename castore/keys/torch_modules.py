@@ -17,7 +17,7 @@ from typing import Any
 
 from castore.keys.bytecode import codes, steps
 from castore.keys.classes import full_name
-from castore.keys.libraries import library_of
+from castore.keys.libraries import library_of_class
 
 #: Mark of an encoder inside a function or a class that sets modules to eval before they are used.
 EVAL = "eval"
@@ -57,7 +57,7 @@ def _sets_to_eval(cls: type, functions_of: Callable[[Any], Iterable[Any]], loads
         and name not in ("__init__", "__new__")
         and (_calls_own_eval(function.__code__, loads) if own else calls_eval(function.__code__))
         for base in cls.__mro__
-        if full_name(base) != _MODULE and (own or not library_of(base.__module__))
+        if full_name(base) != _MODULE and (own or not library_of_class(base))
         for name, member in vars(base).items()
         for function in functions_of(member)
     )

@@ -23,7 +23,7 @@ from blake3 import blake3
 from castore.keys.classes import full_name
 from castore.keys.encoder import Encoder, UnencodableError
 from castore.keys.functions import code_parts
-from castore.keys.libraries import library_object, library_of
+from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.pickled import lasting, object_parts, state_parts
 from castore.keys.registry import Count, Row, Table
 from castore.system.cpus import hash_threads
@@ -36,7 +36,7 @@ def by_type(encoder: Encoder, value: Any) -> Iterator[Any]:
     """Count a handle by its type only, whatever its state. For a user's class, its code counts too."""
     cls = type(value)
     yield from ("harmless", full_name(cls))
-    if not library_of(cls.__module__):
+    if not library_of_class(cls):
         yield encoder.part(cls)
 
 
@@ -376,6 +376,39 @@ def _vocabulary(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("spaCy", encoder.part(type(value)), value.to_bytes(exclude=["strings"]))
 
 
+def _stream(encoder: Encoder, value: Any) -> Iterator[Any]:
+    if any(value is stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)):
+        yield from by_type(encoder, value)
+        return
+    yield from _refusing("what is read from it depends on where it stands")(encoder, value)
+
+
+def _packing(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield "struct", value.format
+
+
+def _view_of_dict(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield type(value).__name__, encoder.part(list(value))
+
+
+def _hash_so_far(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield "hash", value.name, value.digest() if value.digest_size else None
+
+
+def _by_attributes(*names: str) -> Count:
+    def count(encoder: Encoder, value: Any) -> Iterator[Any]:
+        yield (
+            full_name(type(value)),
+            [(name, encoder.part(getattr(value, name), f".{name}")) for name in names],
+        )
+
+    return count
+
+
+_MSGSPEC_ENCODER = ("enc_hook", "decimal_format", "uuid_format", "order")
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+
+
 def _modules_and_names(prefix: str) -> list[Row]:
     """Rows for handles of `multiprocessing`, or of `multiprocess`, its replacement that uses dill."""
     return [
@@ -411,8 +444,20 @@ SHARED = Table(
         ("weakref", ("ReferenceType", "ProxyType", "CallableProxyType"),
             _refusing("what it refers to may be gone by the time it is used")),
         ("types", ("GeneratorType", "CoroutineType", "AsyncGeneratorType"), _running),
-        ("io", ("IOBase",), _refusing("what is read from it depends on where it stands")),
-        ("_io", ("_IOBase",), _refusing("what is read from it depends on where it stands")),
+        ("io", ("IOBase",), _stream),
+        ("_io", ("_IOBase",), _stream),
+        ("os", ("_Environ",), by_type),
+        ("_struct", ("Struct",), _packing),
+        ("_hashlib", ("HASH",), _hash_so_far),
+        ("_json", ("make_scanner",), _by_attributes(
+            "strict", "object_hook", "object_pairs_hook", "parse_float", "parse_int", "parse_constant")),
+        ("msgspec.json", ("Decoder",), _by_attributes("type", "strict", "dec_hook", "float_hook")),
+        ("msgspec.json", ("Encoder",), _by_attributes(*_MSGSPEC_ENCODER)),
+        ("msgspec.msgpack", ("Decoder",), _by_attributes("type", "strict", "dec_hook", "ext_hook")),
+        ("msgspec.msgpack", ("Encoder",), _by_attributes(*_MSGSPEC_ENCODER)),
+        ("msgspec", ("Meta",), _by_attributes(
+            "gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length", "tz", "title",
+            "description", "examples", "extra_json_schema", "extra")),
         ("builtins", ("memoryview",), _refusing("pass bytes(...) of it")),
         ("_contextvars", ("ContextVar",), _refusing("pass the value that it has, its .get()")),
         ("subprocess", ("Popen",), _refusing("it is another process, with a number of its own in every run")),
@@ -440,6 +485,8 @@ SHARED = Table(
         ("torch", ("UntypedStorage", "TypedStorage"), _storage),
         ("torch.jit", ("ScriptFunction",), _scripted),
         ("torch.jit", ("ScriptModule",), scripted_module),
+        ("torch._library.custom_ops", ("CustomOpDef",),
+            _by_attributes("_qualname", "_init_fn", "_backend_fns")),
         ("torch", ("Tensor",), tensor),
         ("torch", ("device", "dtype", "layout", "memory_format"), _word),
         ("torch", ("Generator",), _torch_generator),
@@ -447,5 +494,6 @@ SHARED = Table(
         ("spacy.tokens.doc", ("Doc",), _document),
         ("spacy.tokenizer", ("Tokenizer",), _rules),
         ("spacy.vocab", ("Vocab",), _vocabulary),
-    ]
+    ],
+    {_VIEWS: _view_of_dict},
 )  # fmt: skip

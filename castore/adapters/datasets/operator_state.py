@@ -18,7 +18,7 @@ from blake3 import blake3
 from castore.adapters.datasets.operator_keys import encoded
 from castore.errors import UnhashableError
 from castore.keys.encoder import LEAVES, Encoder, Watch
-from castore.keys.libraries import library_of
+from castore.keys.libraries import library_of_class
 
 # From one fingerprint to the next so many times the time passes that one takes.
 _BETWEEN = 50
@@ -112,7 +112,7 @@ class _Loaded(Watch):
 
 def _may_be_loaded(kind: type) -> bool:
     """Whether objects of a class are models and connections, and no data."""
-    if kind in LEAVES or library_of(kind.__module__) is None:
+    if kind in LEAVES or library_of_class(kind) is None:
         return False
     is_module = any(base.__module__ == "torch.nn.modules.module" for base in kind.__mro__)
     return is_module or kind.__module__.partition(".")[0] not in _OF_DATA
