@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import logging
 import os
 import pickle
 import random
-import sys
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -212,7 +212,7 @@ def test_the_subset_is_the_same_however_its_indices_are_kept() -> None:
         (lambda: random.Random(1), "generator"),
         (lambda: (value for value in [1]), "stream"),
         (lambda: memoryview(b""), "view"),
-        (lambda: sys.stdout, "output"),
+        (lambda: io.StringIO("a"), "input"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
