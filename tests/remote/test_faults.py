@@ -199,7 +199,10 @@ def test_an_answer_that_is_cut_is_never_taken_for_the_whole(bucket: Bucket, link
 
 
 @pytest.mark.parametrize("patience", [PATIENCE._replace(silence=BRIEF)], ids=["brief"])
-@pytest.mark.parametrize("read", ["get", "range", "stream", "listing"])
+@pytest.mark.parametrize(
+    "read",
+    ["get", "stream", *(pytest.param(read, marks=pytest.mark.matrix) for read in ("range", "listing"))],
+)
 def test_an_answer_that_stands_still_is_given_up(bucket: Bucket, link: Proxy, read: str) -> None:
     link.inject(stall(100))
     assert READS[read](bucket)
@@ -237,7 +240,11 @@ LASTING = {
 @pytest.mark.parametrize(
     ("fault", "patience"),
     [
-        (fault, PATIENCE._replace(silence=2 * BRIEF, deadline=2 * BRIEF) if fault == "silence" else PATIENCE)
+        pytest.param(
+            fault,
+            PATIENCE._replace(silence=2 * BRIEF, deadline=2 * BRIEF) if fault == "silence" else PATIENCE,
+            marks=[pytest.mark.matrix] * (fault in ("500", "cut")),
+        )
         for fault in LASTING
     ],
     ids=LASTING,

@@ -125,8 +125,16 @@ def cached(kind: str, data: datasets.Dataset, function: Any, store: Store, **opt
     return made
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-@pytest.mark.parametrize("case", MAPS)
+@pytest.mark.parametrize(
+    ("case", "is_slow"),
+    [
+        pytest.param(
+            case, is_slow, marks=[pytest.mark.matrix] * (is_slow and case not in ("counter", "late"))
+        )
+        for case in MAPS
+        for is_slow in (False, True)
+    ],
+)
 def test_results_are_those_of_one_pass(store: Store, case: str, is_slow: bool) -> None:
     """Regression: a row more, and the function saw it with an empty memory; slow rows ran twice."""
     with small_blocks(), slow_blocks(7) if is_slow else nullcontext():

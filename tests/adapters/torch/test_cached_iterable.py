@@ -240,15 +240,21 @@ def _other_scaled(item: int) -> int:
     return item * 2
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+_CHANGES: list[tuple[Any, dict[str, Any], str, Any, str]] = [
+    (_by_global, globals(), "_factor", 5, "the global '_factor' of tests"),
+    (_by_global, globals(), "_scaled", _other_scaled, "the global '_scaled' of tests"),
+    (_by_settings, _settings, "by", 5, "the global '_settings' of tests"),
+    (_by_object, vars(_held), "by", 5, "the global '_held' of tests"),
+    (_has_settings, _has_settings.settings, "by", 5, r"dataset.settings\['by'\]"),
+]
+
+
 @pytest.mark.parametrize(
-    ("transform", "target", "name", "value", "told"),
+    ("workers", "transform", "target", "name", "value", "told"),
     [
-        (_by_global, globals(), "_factor", 5, "the global '_factor' of tests"),
-        (_by_global, globals(), "_scaled", _other_scaled, "the global '_scaled' of tests"),
-        (_by_settings, _settings, "by", 5, "the global '_settings' of tests"),
-        (_by_object, vars(_held), "by", 5, "the global '_held' of tests"),
-        (_has_settings, _has_settings.settings, "by", 5, r"dataset.settings\['by'\]"),
+        pytest.param(workers, *change, marks=[pytest.mark.matrix] * (workers > 0 and number > 0))
+        for workers in (0, 1)
+        for number, change in enumerate(_CHANGES)
     ],
 )
 def test_an_epoch_begins_with_a_look_whether_anything_has_changed(
