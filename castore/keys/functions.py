@@ -498,7 +498,7 @@ def _module(encoder: Encoder, value: types.ModuleType) -> Iterator[Any]:
     if library:
         yield library
         return
-    # Anybody who has the module may read any attribute.
+    # Any attribute may be read through the module.
     encoder.number(value)
     yield from beside_code.source_of(encoder, value)
     for name in sorted(vars(value)):

@@ -131,7 +131,7 @@ def _distribution(top: str) -> str:
 def _holds(distribution: Any, top: str) -> bool:
     """Whether a distribution has a top-level package, by `importlib.metadata.packages_distributions`' rule.
 
-    That function parses all files of all distributions, which takes half a second where there are 200.
+    That function parses the names of all files of all distributions: 0.3 s where there are 200.
     """
     if declared := (distribution.read_text("top_level.txt") or "").split():
         return top in declared
