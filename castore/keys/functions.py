@@ -404,8 +404,9 @@ def _full_name(level: int, module: str, scope: dict[str, Any]) -> str:
 @functools.lru_cache(maxsize=4096)
 def _finds_itself(code: types.CodeType) -> bool:
     """Whether code may take its own module from ``sys.modules``, to hand it on."""
-    read = {argument for inner in codes(code) for opname, argument in steps(inner) if opname in _READS}
-    return {"modules", "__name__"} <= read
+    read = {step for inner in codes(code) for step in steps(inner) if step[0] == "LOAD_GLOBAL"}
+    names = {name for inner in codes(code) for name in inner.co_names}
+    return "modules" in names and {("LOAD_GLOBAL", "sys"), ("LOAD_GLOBAL", "__name__")} <= read
 
 
 def _module_at(value: Outer, scope: dict[str, Any], cells: dict[str, Any]) -> types.ModuleType | None:

@@ -77,6 +77,11 @@ def test_a_module_that_looks_itself_up_counts_whole() -> None:
     assert fingerprint(source.replace("EDIT", "1")) != fingerprint(source.replace("EDIT", "2"))
 
 
+def test_a_function_that_names_modules_and_its_own_module_is_followed_by_its_names_alone() -> None:
+    source = "OTHER = EDIT\ndef step(x): return [type(m).__name__ for m in x.modules()], __name__"
+    assert fingerprint(source.replace("EDIT", "1")) == fingerprint(source.replace("EDIT", "2"))
+
+
 @pytest.mark.parametrize("reader", ["getsource(f)", "getsourcelines(f)", "getcomments(f)", "getsource(own)"])
 def test_source_text_counts_where_code_reads_it(tmp_path: Path, reader: str) -> None:
     program = """
