@@ -131,7 +131,8 @@ def _distribution(top: str) -> str:
 def _holds(distribution: Any, top: str) -> bool:
     """Whether a distribution has a top-level package, by `importlib.metadata.packages_distributions`' rule.
 
-    That function parses the names of all files of all distributions: 0.3 s where there are 200.
+    `packages_distributions` itself parses the name of each file of each distribution. With 200 distributions
+    this takes 0.3 s of processor time.
     """
     if declared := (distribution.read_text("top_level.txt") or "").split():
         return top in declared
