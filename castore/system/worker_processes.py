@@ -2,6 +2,10 @@
 
 At a terminal every process of a command gets SIGINT. A worker would print a traceback of its own, so workers
 ignore SIGINT: the process that forked them ends them.
+
+tqdm's bars have a lock that forked processes share. `datasets` takes it for each `map`, shown or not. A
+worker that is killed there, for want of memory say, would keep the lock, and its parent would wait for good
+at the next bar. So workers have a lock of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -71,7 +76,16 @@ def _after_fork_in_child() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
+    _give_bars_a_lock_of_their_own()
     _after_fork_in_parent()
+
+
+def _give_bars_a_lock_of_their_own() -> None:
+    bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    lock, kinds = threading.RLock(), [bar] if bar else []
+    for kind in kinds:
+        kind.set_lock(lock)
+        kinds += kind.__subclasses__()  # one of them may have got a lock of its own
 
 
 os.register_at_fork(

@@ -88,10 +88,20 @@ def one_step(data: datasets.Dataset, store: Store, num_proc: int) -> datasets.Da
     return cached_map(data, longer, store=store, num_proc=num_proc)
 
 
+def drawing(data: datasets.Dataset, store: Store, num_proc: int) -> datasets.Dataset:
+    """One step, which has the lock of the bars while a row runs."""
+
+    def function(sample: dict[str, Any]) -> dict[str, Any]:
+        with datasets.utils.tqdm.get_lock():
+            return longer(sample)
+
+    return cached_map(data, function, store=store, num_proc=num_proc)
+
+
 def plainly(what: str) -> datasets.Dataset:
     """The result of `datasets` alone."""
     data, short = texts().map(longer), Short()
-    if what == "one_step":
+    if what in ("one_step", "drawing"):
         return data
     data = data.map(lambda sample: short.compute_stats({**sample, "__dj__stats__": {}}))
     return data.filter(short.process).map(shout)

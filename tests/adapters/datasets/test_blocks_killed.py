@@ -200,6 +200,20 @@ def test_a_worker_that_is_killed_costs_its_blocks_and_the_step_goes_on(
     assert COUNT <= job.rows() <= COUNT + 4 * _MOST
 
 
+def test_workers_that_are_killed_while_they_draw_a_bar_keep_no_lock_of_their_parent(
+    jobs: Callable[[], Job], tmp_path: Path
+) -> None:
+    """Regression: `datasets` takes the lock for each map, and one kill in fifty or so hit a worker there."""
+    job = jobs()
+    child = job.start("drawing", 2, stop=[COUNT // 2, str(tmp_path / "go on")])
+    until(lambda: job.rows() >= COUNT // 2)
+    for worker in children(child):
+        os.kill(worker, signal.SIGKILL)
+    (tmp_path / "go on").touch()
+    assert job.end() == 0
+    assert job.result() == wanted("drawing")
+
+
 @pytest.mark.parametrize("num_proc", [1, 2])
 def test_two_processes_at_once_share_the_blocks_and_run_each_once(
     num_proc: int, jobs: Callable[[], Job], tmp_path: Path
