@@ -69,7 +69,11 @@ GPU = "nvidia-cudnn-cu13==9.20.0.48; platform_system == 'Linux'"
     [
         ({}, f"pip finds no torch for Python {VERSION}"),
         ({"": [GPU, "filelock"]}, f"pip would bring torch {TORCH} for a GPU, of gigabytes"),
-        ({"": ["filelock", "nvidia-cudnn-cu13; platform_system == 'Windows'"]}, "cpu"),
+        pytest.param(
+            {"": ["filelock", "nvidia-cudnn-cu13; platform_system == 'Windows'"]},
+            "cpu",
+            marks=pytest.mark.matrix,
+        ),
         ({"+cu130": []}, f"pip would bring torch {TORCH}+cu130 for a GPU, of gigabytes"),
         pytest.param({"+cpu": []}, "cpu", marks=pytest.mark.matrix),
         ({"": [GPU], "+cpu": []}, "cpu"),

@@ -315,7 +315,10 @@ def test_explain_says_what_would_run_and_why(cli: Cli, place: Path) -> None:  # 
     assert hits(cli("process", "--config", path, "--json")) == [True] * 2 + [False] * 5
 
 
-@pytest.mark.parametrize("words", [(), ("--use_checkpoint", "true"), ("--use_cache", "false")])
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--use_checkpoint", "true"), pytest.param(("--use_cache", "false"), marks=pytest.mark.matrix)],
+)
 def test_explain_says_hit_where_the_run_hits(
     cli: Cli,  # noqa: F811
     place: Path,

@@ -21,7 +21,7 @@ from tests.torture.fuzzing import TARGETS, feed, seeds
 
 Figure = Callable[[str], None]
 SEEDS = seeds()
-EXAMPLES = 2_000 if LONG else 120
+EXAMPLES = 2_000 if LONG else 80
 INPUTS = 1_000_000
 MEMORY_MB = 1_024
 

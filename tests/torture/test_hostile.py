@@ -84,8 +84,10 @@ def _claiming(bomb: bytes, size: int) -> bytes:
 BOMB = 300_000_000
 
 
-@pytest.mark.parametrize("codec", ["zstd", "gzip"])
-@pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.parametrize(
+    ("codec", "frames"),
+    [("zstd", 1), ("zstd", 5), ("gzip", 1), pytest.param("gzip", 5, marks=pytest.mark.matrix)],
+)
 def test_an_object_that_unfolds_is_damage_in_bounded_memory(victim: Path, codec: str, frames: int) -> None:
     if codec == "zstd":
         frame = _claiming(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(BOMB)), FRAME_SIZE)

@@ -330,7 +330,12 @@ def twice(count: int) -> datasets.Dataset:
 
 
 @pytest.mark.parametrize(
-    ("deduplicator", "num_proc"), [(CountedHashes, None), (BatchedHashes, None), (BatchedHashes, 2)]
+    ("deduplicator", "num_proc"),
+    [
+        (CountedHashes, None),
+        pytest.param(BatchedHashes, None, marks=pytest.mark.matrix),
+        (BatchedHashes, 2),
+    ],
 )
 def test_hashes_of_blocks_that_stay_are_not_computed_again(
     deduplicator: Callable[[], Any], num_proc: int | None, store: Store
@@ -388,7 +393,8 @@ def about(data: datasets.Dataset) -> dict[str, Any]:
     [
         *(pytest.param(name, 40, marks=pytest.mark.matrix) for name in ("a function", "a filter", "its own")),
         ("a deduplicator", 40),
-        *((name, COUNT) for name in ("a function", "a filter", "a deduplicator", "its own")),
+        pytest.param("a deduplicator", COUNT, marks=pytest.mark.matrix),
+        *((name, COUNT) for name in ("a function", "a filter", "its own")),
     ],
 )
 def test_a_result_has_the_description_and_the_ids_of_the_present_input(

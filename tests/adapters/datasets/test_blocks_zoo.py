@@ -583,7 +583,7 @@ def test_a_step_gives_what_datasets_gives_also_over_more_rows_and_runs_few_again
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.matrix] * (number % 6 > 0 and " that " not in name))
+        pytest.param(name, marks=[pytest.mark.matrix] * (number % 12 > 0 and " that " not in name))
         for number, name in enumerate(CASES)
     ],
 )
@@ -763,8 +763,10 @@ OVER_INPUTS: dict[str, Case] = {
 
 
 def _over_inputs() -> Iterator[Any]:
-    """Each input with batches, which know their places, and another step; `make torture` has all."""
-    for name, other in zip(INPUTS, itertools.cycle(["rows", "filter"])):
+    """Each input with batches, which know their places, half of them with another step; `make torture` has
+    all.
+    """
+    for name, other in zip(INPUTS, itertools.cycle(["rows", "batches", "filter", "batches"])):
         for step in OVER_INPUTS:
             yield pytest.param(name, step, marks=[pytest.mark.matrix] * (step not in ("batches", other)))
 

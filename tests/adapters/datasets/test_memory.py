@@ -128,9 +128,7 @@ def cached(kind: str, data: datasets.Dataset, function: Any, store: Store, **opt
 @pytest.mark.parametrize(
     ("case", "is_slow"),
     [
-        pytest.param(
-            case, is_slow, marks=[pytest.mark.matrix] * (is_slow and case not in ("counter", "late"))
-        )
+        pytest.param(case, is_slow, marks=[pytest.mark.matrix] * (is_slow and case != "counter"))
         for case in MAPS
         for is_slow in (False, True)
     ],
@@ -144,8 +142,10 @@ def test_results_are_those_of_one_pass(store: Store, case: str, is_slow: bool) -
         assert [name for name in store if name.startswith((BLOCKS_FOLDER, PARTS_FOLDER))] == []
 
 
-@pytest.mark.parametrize("num_proc", [None, 2])
-@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize(
+    ("num_proc", "is_slow"),
+    [(None, False), (None, True), pytest.param(2, False, marks=pytest.mark.matrix), (2, True)],
+)
 def test_rows_that_a_filter_has_seen_are_dropped(store: Store, num_proc: int | None, is_slow: bool) -> None:
     with small_blocks(), slow_blocks(7) if is_slow else nullcontext():
         for count in (COUNT, COUNT + 1):

@@ -69,17 +69,19 @@ def make(request: pytest.FixtureRequest, drawn: Drawn, tmp_path: Path, no_leftov
         dataset.close()
 
 
+#: The dataset whose workers start in this way here.
+_ANEW = {"spawn": "CachedDataset", "forkserver": "BiLevelCachedDataset"}
+
+
 def _ways() -> Iterator[Any]:
-    """Each way of running workers for each dataset. A spawned worker imports torch for seconds, and gets its
-    dataset pickled as one of a fork server does: here one dataset is spawned, and the others in `make
-    torture`. Workers of SharedCache's are in test_shared_processes.py.
+    """Each way of running workers for each dataset. A worker that is not forked from the dataset's process
+    imports for seconds, so one dataset for each way has to do here, and `make torture` has the others.
+    Workers of SharedCache's are in test_shared_processes.py.
     """
     for cell in CELL_PARAMS:
         for name in DATASETS:
             start = cell.values[0].start
-            left_out = (start == "spawn" and name != "CachedDataset") or (
-                start == "forkserver" and name == "SharedCache"
-            )
+            left_out = start != "fork" and name != _ANEW[start]
             marks = [*cell.marks, *[pytest.mark.matrix] * left_out]
             yield pytest.param(*cell.values, name, id=f"{cell.id}-{name}", marks=marks)
 
