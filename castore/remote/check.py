@@ -7,7 +7,7 @@ is damaged or gone is no problem, because it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 
 from blake3 import blake3
@@ -91,9 +91,11 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
             refs[ref] = None
             damaged.append(RemoteProblem(ref, ref_key(ref), str(error), ()))
     there = {listed.key: listed.size for folder in _FOLDERS for listed in bucket.listing(folder)}
-    found = _Meant(bucket, pages)
+    found = _Meant(bucket, pages, pages.whole_commits(key for key in there if key.startswith(COMMITS)))
     # The newest commits first: an object that any of them needs is no matter of history.
-    histories = {ref: found.history(ref, seen.commit) for ref, seen in refs.items() if seen is not None}
+    histories = {
+        ref: pages.ahead(found.history(ref, seen.commit)) for ref, seen in refs.items() if seen is not None
+    }
     for ref, history in histories.items():
         found.add_next(ref, history, is_newest=True)
     for ref, history in histories.items():
@@ -134,11 +136,13 @@ class _Meant:
 
     Args:
         bucket, pages: of the remote. The cache may have what the bucket lacks.
+        known: commits that were read before.
     """
 
-    def __init__(self, bucket: Bucket, pages: PageCache) -> None:
+    def __init__(self, bucket: Bucket, pages: PageCache, known: Mapping[bytes, Commit]) -> None:
         self._bucket = bucket
         self._cache = pages
+        self._known = known
         self.commits: set[str] = set()
         self.pages: dict[str, str] = {}
         self.needs: dict[str, _Need] = {}
@@ -151,7 +155,7 @@ class _Meant:
         while at is not None:
             key = commit_key(at)
             try:
-                commit = commits.read_commit(self._bucket, at)
+                commit = self._known.get(at) or commits.read_commit(self._bucket, at)
             except (RemoteUnreachableError, RemoteDeniedError):
                 raise
             except (CorruptError, RemoteError) as error:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 
@@ -47,7 +48,7 @@ from castore.remote.commits import Commit
 from castore.remote.keys import CLAIMS, COMMITS, RESULTS, TREES, commit_key, object_key, page_key
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
-from castore.remote.pages import Page
+from castore.remote.pages import Child
 from castore.remote.result_records import RENEW_SECONDS, read_records
 from castore.remote.tree import Tree
 
@@ -59,6 +60,8 @@ SHORTEST_UNUSED = 2 * RENEW_SECONDS
 ABANDONED_SECONDS = 900.0
 # Seconds between two signs of life. The oldest one that allows a deletion is much younger than the above.
 _BEAT_SECONDS = 30.0
+# Pages that are fetched ahead, at least.
+_PAGES_AHEAD = 128
 # Keys deleted between two readings of the clock.
 _BATCH = 1000
 _DIGITS = re.compile("[0-9a-f]{64}")
@@ -139,13 +142,10 @@ class _Run:
         """
         self._cut.clear()
         # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
-        listed = {
-            one.key: one
-            for folder in _SWEPT
-            for one in self._bucket.listing(folder)
-            if one.modified <= now - self._grace
-        }
-        for key in self._needed(now):
+        every = [one for folder in _SWEPT for one in self._bucket.listing(folder)]
+        listed = {one.key: one for one in every if one.modified <= now - self._grace}
+        known = self._pages.whole_commits(one.key for one in every if one.key.startswith(COMMITS))
+        for key in self._needed(now, known):
             listed.pop(key, None)
         return listed
 
@@ -162,8 +162,12 @@ class _Run:
                 return times[0]
         raise RemoteError(f"a listing of {self._bucket.url} lacks what was just written")
 
-    def _needed(self, now: float) -> Iterator[str]:
-        """The keys that kept commits and shared results need."""
+    def _needed(self, now: float, known: Mapping[bytes, Commit]) -> Iterator[str]:
+        """The keys that kept commits and shared results need.
+
+        Args:
+            known: commits that were read before.
+        """
         for listed, record in read_records(self._bucket):
             is_old = self._unused is not None and listed.modified <= now - self._unused
             if record is None or is_old:
@@ -172,17 +176,17 @@ class _Run:
                 yield listed.key
                 if record.object_key is not None:
                     yield record.object_key
-        seen: set[bytes] = set()
+        kept: dict[bytes, Commit] = {}
         for ref in commits.list_refs(self._bucket):
             found = commits.read_ref(self._bucket, ref)
-            if found is None:
-                continue
-            for digest, commit in self._kept_history(ref, found.commit, now):
-                yield commit_key(digest)
-                tree = Tree(commit.tree, self._pages.read, self._pages.expect)
-                yield from self._needed_by(tree, commit.tree, tree.page(), seen)
+            if found is not None:
+                kept.update(self._kept_history(ref, found.commit, now, known))
+        yield from map(commit_key, kept)
+        yield from self._needed_by(commit.tree for commit in kept.values())
 
-    def _kept_history(self, ref: str, newest: bytes, now: float) -> Iterator[tuple[bytes, Commit]]:
+    def _kept_history(
+        self, ref: str, newest: bytes, now: float, known: Mapping[bytes, Commit]
+    ) -> Iterator[tuple[bytes, Commit]]:
         """The commits of a ref that are kept, newest first.
 
         Raises:
@@ -191,7 +195,7 @@ class _Run:
         """
         kept = 0
         try:
-            for digest, commit in commits.history(self._bucket, newest):
+            for digest, commit in commits.history(self._bucket, newest, known):
                 yield digest, commit
                 kept += 1
                 # The commit before this one was the newest until then.
@@ -208,20 +212,35 @@ class _Run:
         if commit.parent is not None:
             self._cut[commit.parent] = digest
 
-    def _needed_by(self, tree: Tree, digest: bytes, page: Page, seen: set[bytes]) -> Iterator[str]:
-        if digest in seen:
-            return
-        seen.add(digest)
-        yield page_key(digest)
-        for row in page.rows:
-            if row.place.object not in seen:
-                seen.add(row.place.object)
-                yield object_key(row.place.object, packed=row.place.is_packed)
-        new = [child for child in page.children if child.page not in seen]
-        self._pages.expect(child.page for child in new)
-        for child in new:
-            if child.page not in seen:
-                yield from self._needed_by(tree, child.page, tree.page(child), seen)
+    def _needed_by(self, roots: Iterator[bytes]) -> Iterator[str]:
+        """The keys of all pages of some trees, and of the objects that they name."""
+        seen: set[bytes] = set()
+        # Pages of many trees are on their way at a time: two commits often differ by one page of each level.
+        coming: deque[tuple[Tree, Child | None]] = deque()
+        while True:
+            for root in islice(roots, max(0, _PAGES_AHEAD - len(coming))):
+                if root not in seen:
+                    seen.add(root)
+                    self._pages.expect([root])
+                    coming.append((Tree(root, self._pages.read, self._pages.expect), None))
+            if not coming:
+                return
+            tree, child = coming.popleft()
+            page = tree.page(child)
+            yield page_key(tree.root if child is None else child.page)
+            for row in page.rows:
+                if row.place.object not in seen:
+                    seen.add(row.place.object)
+                    yield object_key(row.place.object, packed=row.place.is_packed)
+            new = [(tree, below) for below in page.children if below.page not in seen]
+            seen.update(below.page for _, below in new)
+            self._pages.expect(below.page for _, below in new)
+            # Level by level where the trees are small. Of a large one, a page's children come before its
+            # siblings: its leaves would need much memory.
+            if len(coming) < _PAGES_AHEAD:
+                coming.extend(new)
+            else:
+                coming.extendleft(reversed(new))
 
     # Ending an epoch
 

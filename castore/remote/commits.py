@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from castore.errors import CorruptError, RemoteError, RemoteMissingError, RemoteUnreachableError
@@ -166,8 +167,13 @@ def _wrote(bucket: Bucket, ref: str, writer: str) -> bool:
     return _parse(found.data, ref_key(ref), bucket).get("writer") == writer
 
 
-def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
+def history(
+    bucket: Bucket, commit: bytes, known: Mapping[bytes, Commit] = MappingProxyType({})
+) -> Iterator[tuple[bytes, Commit]]:
     """A commit and those before it, newest first. Ends where the collector has removed older ones.
+
+    Args:
+        known: commits that need not be read.
 
     Raises:
         RemoteMissingError: a commit is lost, and with it the way to older ones.
@@ -177,7 +183,7 @@ def history(bucket: Bucket, commit: bytes) -> Iterator[tuple[bytes, Commit]]:
     after = None
     while at is not None:
         try:
-            found = read_commit(bucket, at)
+            found = known.get(at) or read_commit(bucket, at)
         except RemoteMissingError:
             if after is None or not was_cut(bucket, at, after):
                 raise

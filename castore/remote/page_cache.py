@@ -8,19 +8,31 @@ its commit a ref leads nowhere, and a store that has the bytes can upload them a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from castore import layout
-from castore.errors import RemoteMissingError
+from castore.errors import (
+    CorruptError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+    RemoteUnreachableError,
+)
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.commits import Commit
-from castore.remote.keys import commit_key, page_key
+from castore.remote.keys import COMMITS, commit_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
 from castore.system.temporary import create_temporary, make_folder
+
+# Commits whose roots are fetched ahead.
+_COMMITS_AHEAD = 8
+_COMMIT = re.compile(f"{COMMITS}[0-9a-f]{{64}}")
 
 
 def read_cached(store: Path, digest: bytes) -> bytes | None:
@@ -111,6 +123,35 @@ class PageCache:
             data = commits.read_commit_bytes(self._bucket, digest)
             self.keep(digest, data)
         return commits.parse_commit(data, digest, self._bucket)
+
+    def whole_commits(self, keys: Iterable[str]) -> dict[bytes, Commit]:
+        """The commits of some keys, read from the bucket side by side. Each names but the one before it, so
+        the way along a history would wait for one answer after another.
+
+        Lost and damaged ones are left out: the walk along a history meets them again, and reports them.
+        """
+        digests = [bytes.fromhex(key.removeprefix(COMMITS)) for key in keys if _COMMIT.fullmatch(key)]
+        coming = [self._pool.submit(self._whole_commit, digest) for digest in digests]
+        read = zip(digests, (one.result() for one in coming), strict=True)
+        return {digest: commit for digest, commit in read if commit is not None}
+
+    def _whole_commit(self, digest: bytes) -> Commit | None:
+        try:
+            return commits.read_commit(self._bucket, digest)
+        except (RemoteUnreachableError, RemoteDeniedError):
+            raise
+        except (CorruptError, RemoteError):
+            return None
+
+    def ahead(self, history: Iterator[tuple[bytes, Commit]]) -> Iterator[tuple[bytes, Commit]]:
+        """Pass a history on, and fetch the roots of the commits that come next meanwhile."""
+        coming: deque[tuple[bytes, Commit]] = deque()
+        for digest, commit in history:
+            self.expect([commit.tree])
+            coming.append((digest, commit))
+            if len(coming) > _COMMITS_AHEAD:
+                yield coming.popleft()
+        yield from coming
 
     def has(self, digest: bytes) -> bool:
         """Whether the cache has the bytes of that digest."""

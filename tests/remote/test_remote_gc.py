@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from castore.errors import (
 from castore.records import Buffer
 from castore.remote import collection_state
 from castore.remote.bucket import Bucket, Versioned
+from castore.remote.check import check
 from castore.remote.collect import SHORTEST_GRACE, collect
 from castore.remote.collection_state import (
     CONDEMNED,
@@ -36,7 +38,7 @@ from castore.remote.collection_state import (
 )
 from castore.remote.commits import history, read_commit, read_ref
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.keys import commit_key, object_key
+from castore.remote.keys import COMMITS, TREES, commit_key, object_key
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from tests.helpers import flip, noise
@@ -111,6 +113,42 @@ def test_garbage_is_condemned_first_and_deleted_a_grace_period_later(
     assert len(objects(folder)) == len(before) - 2
     assert read_state(bucket).phase == IDLE
     assert not any("condemned" in one.key for one in bucket.listing("gc/"))
+
+
+class _Together(FolderBucket):
+    """Answers requests for commits, and for pages, when four of a kind wait for one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._waiting = {kind: threading.Barrier(4, timeout=60) for kind in (COMMITS, TREES)}
+
+    def get(self, key: str) -> Versioned:
+        for kind, waiting in self._waiting.items():
+            if key.startswith(kind):
+                waiting.wait()
+        return super().get(key)
+
+
+def test_commits_of_a_long_history_are_read_side_by_side(
+    node: MakeNode, tmp_path: Path, bucket: Bucket
+) -> None:
+    """Each has the digest of the one before it, so each waited for the answer before."""
+    bucket.put("castore-remote.json", b'{"format":1}')
+    one = node("one")
+    for number in range(12):
+        one.store.put("name", b"%d" % number)
+        one.push()
+    together = _Together(tmp_path / "bucket")
+    with ThreadPoolExecutor(4) as pool:
+        for name in ("collector", "checker"):  # each has all to read
+            (tmp_path / name / "tmp").mkdir(parents=True)
+            pages = PageCache(tmp_path / name, together, pool, (0o700, 0o600))
+            if name == "collector":
+                found = collect(together, pages, keep_commits=None, grace=DAY, dry_run=True)
+                assert (found.condemned, found.deleted) == (0, 0)
+            else:
+                checked = check(together, pages, pool, deep=False, progress=lambda *bytes_: None)
+                assert (checked.problems, checked.orphans) == ([], 0)
 
 
 def push_again(one: Node, bucket: Bucket) -> bytes:
