@@ -18,7 +18,7 @@ from pathlib import Path
 import zstandard
 from blake3 import blake3
 
-from castore.errors import CorruptError, RemoteError
+from castore.errors import CorruptError, RemoteError, RemoteMissingError
 from castore.index import places
 from castore.index.places import RemotePlace
 from castore.objects.codecs import CODECS
@@ -121,6 +121,8 @@ class Sender:
             self._send_blobs(wanted)
             self._wait(0)
         except FileNotFoundError as error:
+            if isinstance(error.__cause__, RemoteMissingError | CorruptError):  # another remote's bytes
+                raise RemoteError(f"this push needs bytes that are gone: {error}") from error
             raise RemoteError(
                 f"bytes of {self._parts.path} were gone when this push read them ({error}): push again; if"
                 " that recurs, the store's budget is too small to bring from one remote what another lacks"

@@ -360,6 +360,17 @@ def test_what_is_away_can_be_pushed_elsewhere(lazy: Store, tmp_path: Path) -> No
     assert there.check(deep=True).problems == []
 
 
+def test_a_push_says_whose_bytes_are_lost(lazy: Store, copied: Path, tmp_path: Path) -> None:
+    """Regression: it spoke of the budget."""
+    for path in (copied / "packs").iterdir():
+        path.unlink()
+    remote = lazy.add_remote("elsewhere", (tmp_path / "elsewhere").as_uri())
+    with pytest.raises(
+        RemoteError, match=r"needs bytes that are gone: remote 'team' has lost"
+    ):
+        remote.push()
+
+
 def test_a_deleted_name_takes_its_place_along(lazy: Store) -> None:
     with pytest.raises(InvalidValueError, match="only in remote 'team'"):
         lazy.remove_remote("team")
