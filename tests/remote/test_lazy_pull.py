@@ -365,9 +365,7 @@ def test_a_push_says_whose_bytes_are_lost(lazy: Store, copied: Path, tmp_path: P
     for path in (copied / "packs").iterdir():
         path.unlink()
     remote = lazy.add_remote("elsewhere", (tmp_path / "elsewhere").as_uri())
-    with pytest.raises(
-        RemoteError, match=r"needs bytes that are gone: remote 'team' has lost"
-    ):
+    with pytest.raises(RemoteError, match=r"needs bytes that are gone: remote 'team' has lost"):
         remote.push()
 
 
