@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from castore.adapters.datasets.operator_keys import encoded
 from castore.errors import UnhashableError
-from castore.keys.encoder import LEAVES, Encoder, Watch
+from castore.keys.encoder import LEAVES, AnyOrder, Encoder, Watch
 from castore.keys.libraries import library_of_class
 
 # From one fingerprint to the next so many times the time passes that one takes.
@@ -42,7 +42,7 @@ class OperatorState:
         self.name = name
         self._is_named = is_named
         self._first: bytes | None = None
-        self._nones: frozenset[str] = frozenset()
+        self._nones: frozenset[tuple[str, ...]] = frozenset()
         self._has_changed = False
         self._has_run = False  # since the last look
         self._next = 0.0
@@ -82,18 +82,23 @@ class OperatorState:
 
 
 class _Nones(Watch):
-    """Notes which parts are None."""
+    """Notes the ways to all parts that are None."""
 
     sees_leaves = True
 
     def __init__(self) -> None:
-        self.found: set[str] = set()
+        self.found: set[tuple[str, ...]] = set()
+        self._way: list[str] = []
 
     def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
         """As in Watch."""
-        if value is None:
-            self.found.add(step)
-        return encoder.part(value, step, direct=True)
+        self._way.append(step)
+        try:
+            if value is None:
+                self.found.add(tuple(self._way))
+            return encoder.part(value, step, direct=True)
+        finally:
+            self._way.pop()
 
 
 class _Loaded(Watch):
@@ -101,18 +106,23 @@ class _Loaded(Watch):
 
     sees_leaves = True
 
-    def __init__(self, nones: frozenset[str]) -> None:
+    def __init__(self, nones: frozenset[tuple[str, ...]]) -> None:
         self._nones = nones
+        self._way: list[str] = []
 
     def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
         """As in Watch."""
-        seen = None if step in self._nones and _may_be_loaded(type(value)) else value
-        return encoder.part(seen, step, direct=True)
+        self._way.append(step)
+        try:
+            is_loaded = _may_be_loaded(type(value)) and tuple(self._way) in self._nones
+            return encoder.part(None if is_loaded else value, step, direct=True)
+        finally:
+            self._way.pop()
 
 
 def _may_be_loaded(kind: type) -> bool:
     """Whether objects of a class are models and connections, and no data."""
-    if kind in LEAVES or library_of_class(kind) is None:
+    if kind in LEAVES or kind is AnyOrder or library_of_class(kind) is None:
         return False
     is_module = any(base.__module__ == "torch.nn.modules.module" for base in kind.__mro__)
     return is_module or kind.__module__.partition(".")[0] not in _OF_DATA

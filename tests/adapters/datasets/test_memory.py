@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 import random
 import sqlite3
 import warnings
@@ -208,6 +209,35 @@ def test_what_the_first_row_loads_is_no_memory(store: Store) -> None:
         wait()
         assert len(kept) > 3
         assert kept < {name for name in store if name.startswith(BLOCKS_FOLDER)}
+
+
+def _padded(text: str, *, width: int = 9) -> str:
+    return text.rjust(width)
+
+
+class Lengths:
+    """Has None at the beginning where another object has a model of a library, which was there before."""
+
+    def __init__(self) -> None:
+        self.parts = [Holder(None), Holder(pathlib.PurePosixPath("there"))]
+
+    def __call__(self, row: Row) -> Row:
+        return {"length": len(_padded(row["text"])), "parts": len(self.parts)}
+
+
+class Holder:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+
+def test_a_function_that_remembers_nothing_is_kept_in_blocks(store: Store) -> None:
+    """Regression: a default of a keyword, or None in another object's attribute, counted as memory."""
+    with small_blocks(), warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        for count in (COUNT, COUNT + 1):
+            made = cached("map", rows(count), Lengths(), store)
+            assert told(made) == told(rows(count).map(Lengths()))
+        assert [name for name in store if name.startswith(BLOCKS_FOLDER)] != []
 
 
 def test_a_step_that_would_have_to_begin_anew_is_an_error(store: Store) -> None:
