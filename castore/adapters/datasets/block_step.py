@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -401,6 +402,21 @@ def _run_own(rows: pa.Buffer, *given: Any) -> Written:
         return run_block(_own, pa.ipc.open_stream(rows).read_all(), *given)
     except SystemExit as error:  # here it would end the program, in whose process the function does not run
         raise RuntimeError(f"the function has ended its process, with {error!r}") from error
+    except Exception as error:
+        if _can_travel(error):
+            raise
+        raise RuntimeError(f"the function has raised {type(error).__qualname__}: {error}") from error
+
+
+def _can_travel(error: Exception) -> bool:
+    """Whether an error comes out of its worker. One that cannot be made anew there, because its class takes
+    more than a message, would pass for a worker that was killed.
+    """
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:  # noqa: BLE001 (whatever the methods of a user's class raise)
+        return False
+    return True
 
 
 def run_in_worker(pool: Executor, rows: pa.Table, *given: Any) -> Future[Written]:

@@ -676,6 +676,25 @@ def test_a_damaged_block_of_an_earlier_step_runs_again_and_the_next_step_goes_on
     assert told(steps[1].cached(first, store)) == told(steps[1].plain(steps[0].plain(rows())))
 
 
+class _ApiError(Exception):
+    """As those of many clients: pickle cannot make it anew of its message."""
+
+    def __init__(self, code: int, body: str) -> None:
+        super().__init__(f"{code}: {body}")
+
+
+def _is_refused(row: dict[str, Any]) -> dict[str, Any]:
+    raise _ApiError(429, "slow down")
+
+
+def test_an_error_that_no_other_process_can_make_anew_is_told(store: Store) -> None:
+    """Regression: its workers passed for killed ones, for want of memory."""
+    with pytest.raises(_ApiError):
+        cached_map(rows(), _is_refused, store=store)
+    with pytest.raises(RuntimeError, match="the function has raised _ApiError: 429: slow down"):
+        cached_map(rows(), _is_refused, store=store, num_proc=2)
+
+
 def test_ranks_and_last_batches_of_processes_are_those_of_datasets(store: Store) -> None:
     for case in (MAPS["ranked"], Case(batch, {**BATCHED, "drop_last_batch": True})):
         plain, result = case.plain(rows(), num_proc=2), case.cached(rows(), store, num_proc=2)
