@@ -1134,12 +1134,13 @@ class Store:
         ref: str = "main",
         note: str = "",
         delete: bool = False,
+        restore: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
         """Bring names into a ref of a remote, and the bytes that the remote lacks, as `Remote.push` does.
 
         Args:
-            prefix, ref, note, delete, progress: as for `Remote.push`.
+            prefix, ref, note, delete, restore, progress: as for `Remote.push`.
             to: name of the remote.
 
         Raises:
@@ -1147,7 +1148,9 @@ class Store:
             ConflictError, CorruptError, InvalidNameError, InvalidValueError, RemoteError: as for
                 `Remote.push`.
         """
-        return self.remote(to).push(prefix, ref=ref, note=note, delete=delete, progress=progress)
+        return self.remote(to).push(
+            prefix, ref=ref, note=note, delete=delete, restore=restore, progress=progress
+        )
 
     def pull(
         self,

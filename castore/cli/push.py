@@ -43,6 +43,9 @@ def push(
     delete: Annotated[
         bool, typer.Option("--delete", help="Also remove names from the ref that the store does not have.")
     ] = False,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Also push names that others have removed from the ref.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring names into a ref of a remote. Only bytes that the remote lacks travel.
@@ -57,7 +60,9 @@ def push(
     with open_store(context) as store, conflicts_reported(ref, advice, as_json=as_json):
         remote = find_remote(store, to, "--to")
         with growing_progress("pushing") as progress:
-            pushed = remote.push(prefix, ref=ref, note=note, delete=delete, progress=progress)
+            pushed = remote.push(
+                prefix, ref=ref, note=note, delete=delete, restore=restore, progress=progress
+            )
     if as_json:
         print_json({"remote": remote.name, **pushed._asdict()})
         return
@@ -70,5 +75,6 @@ def push(
         typer.echo(f"nothing to push: {at} has {'the others' if pushed.gone else 'it all'}")
     if pushed.gone:
         typer.echo(
-            f"not pushed: {plural(pushed.gone, 'name')} that others have removed; --ref OTHER takes them"
+            f"not pushed: {plural(pushed.gone, 'name')} that others have removed; --restore puts them back,"
+            " and --ref OTHER takes them"
         )

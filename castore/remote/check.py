@@ -7,7 +7,7 @@ is damaged or gone is no problem, because it is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 
 from blake3 import blake3
@@ -36,6 +36,10 @@ _NAMES = 5
 # Digits of a commit in a sentence.
 _DIGITS = 12
 _MISSING = "it is missing"
+_LOST_REF = (
+    "it is missing, and this store has seen it; a push makes it again, and without it the next collections"
+    " remove what it needs"
+)
 _MISSING_BETWEEN = "it is missing, and only through it can older commits be found"
 
 
@@ -67,10 +71,13 @@ class _Need:
         return RemoteProblem(self.ref, key, why + of, tuple(self.names))
 
 
-def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progress: Progress) -> Checked:
+def check(
+    bucket: Bucket, pages: PageCache, pool: Executor, known: Iterable[str], *, deep: bool, progress: Progress
+) -> Checked:
     """Check all refs of a bucket.
 
     Args:
+        known: refs that a store has pushed to or pulled from: they must be there.
         pool: reads objects side by side.
         deep: read every object that a ref means.
         progress: called with the bytes that were read so, and those of all such objects.
@@ -90,6 +97,7 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
         except RemoteError as error:
             refs[ref] = None
             damaged.append(RemoteProblem(ref, ref_key(ref), str(error), ()))
+    lost = [RemoteProblem(ref, ref_key(ref), _LOST_REF, ()) for ref in known if ref not in refs]
     there = {listed.key: listed.size for folder in _FOLDERS for listed in bucket.listing(folder)}
     found = _Meant(bucket, pages, pages.whole_commits(key for key in there if key.startswith(COMMITS)))
     # The newest commits first: an object that any of them needs is no matter of history.
@@ -104,6 +112,7 @@ def check(bucket: Bucket, pages: PageCache, pool: Executor, *, deep: bool, progr
     meant = {*found.commits, *found.pages, *found.needs, *_meant_by_results(bucket)}
     problems = [
         *damaged,
+        *lost,
         *found.problems,
         *(RemoteProblem(ref, key, _MISSING, ()) for key, ref in found.pages.items() if key not in there),
         *_missing(there, found.needs),

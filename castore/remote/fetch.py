@@ -262,7 +262,7 @@ class BlobFetcher:
     def _damaged(self, row: Row, key: str, why: str) -> CorruptError:
         return CorruptError(
             f"the bytes of {row.name!r} in {self._bucket.url}/{key} are damaged: {why};"
-            " `castore remote check --repair` uploads them again from a store that has them",
+            " `castore remote check --deep --repair` uploads them again from a store that has them",
             digest=row.digest.hex(),
             where=key,
         )

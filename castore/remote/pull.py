@@ -130,7 +130,13 @@ def pull(
         _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
     if lazy is None:
-        fetched = _Fetch(parts, bucket, pool, progress).fetch(plan)
+        try:
+            fetched = _Fetch(parts, bucket, pool, progress).fetch(plan)
+        except RemoteMissingError as error:
+            raise RemoteMissingError(
+                f"{error}; `castore remote check` says which names need it, and with --repair uploads it"
+                " again from a store that has their bytes; a lazy pull brings the other names"
+            ) from error
     else:
         _name(parts, bucket, lazy, plan, progress)
         fetched = 0

@@ -77,6 +77,7 @@ def push(
     prefix: str,
     note: str,
     delete: bool,
+    restore: bool,
     base: Base,
     bad: Set[bytes],
     remote: str,
@@ -89,6 +90,7 @@ def push(
         note: text for the history.
         delete: also remove names from the ref that the store does not have. By default they stay: a store is
             a cache, and what it evicted is no less wanted.
+        restore: also bring names that others have removed from the ref, and that the store has not changed.
         base: of the ref; the next one is kept there.
         remote: the remote's name in this store, which may know where blobs lie there.
         bad: digests of objects that are missing or damaged. With any of them this is a repair: of the names
@@ -107,14 +109,16 @@ def push(
     def choose(head: Tree | None, before: Tree | None) -> _Plan:
         if bad:
             return _plan_repair(parts, head, bad)
-        return _plan(parts, head, before, prefix, delete, ref)
+        return _plan(parts, head, before, prefix, delete, restore, ref)
 
     def merge_with(seen: Ref | None) -> Pushed | None:
         """Push what the ref lacks that was seen; None if it has changed meanwhile."""
         head = None if seen is None else pages.commit(seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
         parent = None if seen is None else seen.commit
-        before = open_base(base.root(bucket, parent), pages)
+        agreed = base.root(bucket, parent)
+        # A ref that is gone has lost its names; nobody has removed them.
+        before = None if seen is None else open_base(agreed, pages)
         plan = choose(tree, before)
         rows = sender.send(plan.entries, tree)
         made: dict[bytes, bytes] = {}
@@ -188,9 +192,12 @@ def _plan(
     base: Tree | None,
     prefix: str,
     delete: bool,
+    restore: bool,
     ref: str,
 ) -> _Plan:
-    """The names that the store has changed since ``base``, and that nobody else has."""
+    """The names that the store has changed since ``base``, and that nobody else has, or that have expired in
+    the ref.
+    """
     chosen: list[tuple[str, Entry | None]] = []
     agreed: list[Row] = []
     is_all = not prefix
@@ -208,10 +215,10 @@ def _plan(
                 removed += 1
             elif difference is not Difference.OURS:
                 is_all = False  # the store has never had the name
-        elif difference is Difference.OURS or (difference is Difference.BOTH and row is None):
+        elif _travels(difference, row, restore):
             chosen.append((compared.name, entry))
-            added += row is None
-            changed += row is not None
+            added += not _lives(row)
+            changed += _lives(row)
             if entry.serializer == "pickle":
                 pickled.append(entry.name)
         elif difference is Difference.NONE:
@@ -222,8 +229,8 @@ def _plan(
             gone += row is None
         else:
             conflicts.append(compared.name)
-    if prefix and not chosen and not seen:
-        raise NotFoundError(f"{parts.path} has no entry at or below {prefix!r}; `castore ls` lists all")
+    if not seen:
+        _require_names(parts, prefix, ref, chosen)
     if conflicts:
         raise ConflictError(
             f"{list_names(conflicts)} changed both here and in ref {ref!r}; a pull with replace=True takes"
@@ -237,6 +244,31 @@ def _plan(
             " remote takes pickles; save with another serializer, or push a prefix without them"
         )
     return _Plan(chosen, agreed, is_all, added, changed, removed, gone)
+
+
+def _require_names(parts: Parts, prefix: str, ref: str, chosen: list[tuple[str, Entry | None]]) -> None:
+    """Refuse a push of no names, but for one that removes those below a prefix.
+
+    Raises:
+        NotFoundError: there is nothing to push, or the whole ref would be removed.
+    """
+    if chosen and not prefix:
+        raise NotFoundError(
+            f"{parts.path} has no entries, so this push would remove all names of ref {ref!r}; give the"
+            " prefix that is to go"
+        )
+    if prefix and not chosen:
+        raise NotFoundError(f"{parts.path} has no entry at or below {prefix!r}; `castore ls` lists all")
+
+
+def _travels(difference: Difference, row: Row | None, restore: bool) -> bool:
+    """Whether a name of the store comes into the ref, where it has that row.
+
+    A name that has expired there is nobody's: no pull brings it.
+    """
+    if difference is Difference.THEIRS:
+        return restore and row is None
+    return difference is Difference.OURS or not _lives(row)
 
 
 def _noting_nested(

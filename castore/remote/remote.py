@@ -96,6 +96,7 @@ class Remote:
         ref: str = "main",
         note: str = "",
         delete: bool = False,
+        restore: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
         """Bring names into a ref, and the bytes that the remote lacks. Only these travel.
@@ -109,21 +110,31 @@ class Remote:
             note: text for the history.
             delete: also remove names at and below ``prefix`` from the ref that the store does not have. By
                 default they stay: what a cache has evicted is no less wanted.
+            restore: also bring names that others have removed from the ref. By default they stay removed, as
+                long as the store has not changed them.
             progress: called with the stored bytes that are in the remote, and those of all that travels.
 
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             NameConflictError: a name would lie inside a file of the ref.
-            NotFoundError: there is no name at or below ``prefix``.
+            NotFoundError: there is no name at or below ``prefix``, or none in the store, with ``delete`` and
+                no prefix.
             CorruptError: a blob here is damaged.
             InvalidValueError: an entry is a pickle, or ``note`` is no text, or one of more than 65,536 bytes.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
-        return self._push(prefix, ref, note, delete, [], progress)
+        options = {"delete": delete, "restore": restore}
+        return self._push(prefix, ref, note, options, [], progress)
 
     def _push(
-        self, prefix: str, ref: str, note: str, delete: bool, bad: list[str], progress: Progress | None
+        self,
+        prefix: str,
+        ref: str,
+        note: str,
+        options: dict[str, bool],
+        bad: list[str],
+        progress: Progress | None,
     ) -> Pushed:
         if self.settings.read_only:
             raise RemoteDeniedError(
@@ -137,9 +148,9 @@ class Remote:
             "ref": check_ref(ref),
             "prefix": prefix.rstrip("/"),
             "note": note,
-            "delete": delete,
             "bad": bad,
             "remote": self.name,
+            **options,
         }
         return Pushed(**self._call("push", arguments, progress))
 
@@ -341,7 +352,9 @@ class Remote:
                 are read.
             progress: with ``deep`` called with bytes that were read, and those of all objects.
         """
-        found = self._call("check", {"deep": deep, "read_only": self.settings.read_only}, progress)
+        found = self._call(
+            "check", {"remote": self.name, "deep": deep, "read_only": self.settings.read_only}, progress
+        )
         problems, history = (
             [RemoteProblem(ref, key, why, tuple(names)) for ref, key, why, names in found[kind]]
             for kind in ("problems", "history")
@@ -431,7 +444,9 @@ class Remote:
             if ref in damaged:  # nothing says what its names are
                 continue
             try:
-                repaired.append(self._push("", ref, "repair", False, bad, progress))
+                repaired.append(
+                    self._push("", ref, "repair", {"delete": False, "restore": False}, bad, progress)
+                )
             except (RemoteDeniedError, RemoteUnreachableError):
                 raise
             except (CorruptError, RemoteError) as error:

@@ -181,7 +181,8 @@ class Remotes:
             found = os.listdir(self._folder / check_remote_name(name))
         except FileNotFoundError:
             return []
-        return sorted({file.partition("@")[0] for file in found if "@" in file})
+        # A push that was killed has noted what it would have made.
+        return sorted({file.partition("@")[0] for file in found if _is_of_ref(file)})
 
     def base(self, name: str, ref: str, below: str) -> bytes | None:
         """The root of the tree of names on which this store and a ref agreed last (see compare.py).
@@ -269,6 +270,10 @@ def _read(path: Path) -> str | None:
             return file.read(_MAX_BYTES).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _is_of_ref(file: str) -> bool:
+    return "@" in file and not file.endswith(_PENDING_SUFFIX)
 
 
 def _digest(text: str | None) -> bytes | None:

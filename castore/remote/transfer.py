@@ -103,12 +103,14 @@ class _Call:
             progress=_Progress(),
         )._asdict()
 
-    def check(self, deep: bool, read_only: bool) -> dict[str, Any]:
+    def check(self, remote: str, deep: bool, read_only: bool) -> dict[str, Any]:
         from castore.remote.check import check
         from castore.remote.probe import probe
 
         progress = _Progress()
-        found = check(self.bucket, self.pages, self.pool, deep=deep, progress=progress)
+        found = check(
+            self.bucket, self.pages, self.pool, self.remotes.refs(remote), deep=deep, progress=progress
+        )
         try:
             warnings = probe(self.bucket, writes=not read_only).sentences
         except (

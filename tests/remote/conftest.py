@@ -43,10 +43,12 @@ class Node:
     def pages(self) -> PageCache:
         return PageCache(self.store.path, self.bucket, self._pool, (0o700, 0o600))
 
-    def push(self, prefix: str = "", *, ref: str = "main", note: str = "", delete: bool = False) -> Pushed:
+    def push(self, prefix: str = "", *, ref: str = "main", note: str = "", delete: bool = False,
+        restore: bool = False,
+    ) -> Pushed:  # fmt: skip
         return push(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, prefix=prefix, note=note,
-            delete=delete, base=Base(self.remotes, "team", ref), bad=set(), remote="team",
+            delete=delete, restore=restore, base=Base(self.remotes, "team", ref), bad=set(), remote="team",
             progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
 

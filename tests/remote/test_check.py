@@ -304,6 +304,19 @@ def test_a_place_that_is_no_remote_is_an_error(remote: Remote, bucket: Path) -> 
         remote.check()
 
 
+def test_a_lost_ref_is_a_problem_and_a_push_makes_it_again(
+    remote: Remote, store: Store, bucket: Path
+) -> None:
+    """Regression: the check saw nothing, and the push took the names for such as others had removed."""
+    shutil.rmtree(bucket / "refs" / "main~")
+    [problem] = remote.check().problems
+    assert (problem.ref, problem.key) == ("main", "refs/main")
+    assert "this store has seen it; a push makes it again" in problem.why
+    pushed = remote.push()
+    assert (pushed.added, pushed.gone) == (52, 0)
+    assert remote.check(deep=True).problems == []
+
+
 def test_a_damaged_ref_is_one_problem_and_hides_no_other(remote: Remote, bucket: Path) -> None:
     """Regression: the check ended there, in a parser's words."""
     damaged = max((bucket / "refs" / "main~").iterdir())

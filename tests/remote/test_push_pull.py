@@ -376,6 +376,31 @@ def test_what_a_store_evicted_stays_in_the_ref_until_it_is_deleted_there(node: M
     assert sorted(fresh.contents()) == ["a/2", "a/3", "b"]
 
 
+def test_names_that_others_have_removed_come_back_with_restore(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many([("set/a", b"1"), ("set/b", b"2")])
+    one.push()
+    two.store.put("other", b"3")
+    assert two.push(delete=True).removed == 2
+    assert (one.push().added, one.push().gone) == (0, 2)
+    assert one.push("set", restore=True).added == 2
+    assert (one.push().added, one.push().gone) == (0, 0)
+    two.pull()
+    assert two.contents() == {"set/a": b"1", "set/b": b"2", "other": b"3"}
+
+
+def test_an_empty_store_does_not_empty_a_ref(node: MakeNode) -> None:
+    """Regression: a push with --delete and no prefix removed all names."""
+    one, two = node("one"), node("two")
+    one.store.put("set/a", b"1")
+    one.push()
+    with pytest.raises(
+        NotFoundError, match="has no entries, so this push would remove all names of ref 'main'"
+    ):
+        two.push(delete=True)
+    assert two.push("set", delete=True).removed == 1
+
+
 def test_pushes_of_many_threads_to_one_ref_all_arrive(node: MakeNode) -> None:
     nodes = [node(f"node {number}") for number in range(6)]
     for number, one in enumerate(nodes):
@@ -412,6 +437,22 @@ def test_what_has_expired_meanwhile_is_not_pulled(node: MakeNode, monkeypatch: p
     assert ours is not None
     assert theirs is not None
     assert ours.expires == theirs.expires
+
+
+def test_a_name_that_has_expired_in_the_ref_and_lives_here_is_pushed_again(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the push said that the ref had it all, and nobody could pull it."""
+    one, two = node("one"), node("two")
+    one.store.put("short", b"1", ttl=100)
+    one.push()
+    pass_time(monkeypatch, 200)
+    assert one.push().added == 0, "it has expired here, too"
+    one.store.put("short", b"1", ttl=1000)
+    assert one.push().added == 1
+    assert one.push().added == 0
+    assert two.pull().added == 1
+    assert two.contents() == {"short": b"1"}
 
 
 def test_an_object_that_is_larger_than_castore_writes_it_is_not_read_into_memory(

@@ -147,7 +147,7 @@ def test_commits_of_a_long_history_are_read_side_by_side(
                 found = collect(together, pages, keep_commits=None, grace=DAY, dry_run=True)
                 assert (found.condemned, found.deleted) == (0, 0)
             else:
-                checked = check(together, pages, pool, deep=False, progress=lambda *bytes_: None)
+                checked = check(together, pages, pool, (), deep=False, progress=lambda *bytes_: None)
                 assert (checked.problems, checked.orphans) == ([], 0)
 
 

@@ -54,7 +54,7 @@ class Cast:
         try:
             push(
                 store.parts, bucket, self._pages(store, bucket), Inline(), ref=ref, prefix=prefix, note="",
-                delete=delete, base=self._base(world, number, ref), bad=set(), remote="team",
+                delete=delete, restore=False, base=self._base(world, number, ref), bad=set(), remote="team",
                 progress=lambda *bytes_: None,
             )  # fmt: skip
         except (ConflictError, NotFoundError, RemoteUnreachableError):
