@@ -138,7 +138,7 @@ def test_no_interleaving_of_pushes_and_collections_leaves_a_ref_without_its_obje
     figure: Callable[[str], None],
 ) -> None:
     deleted = calls = 0
-    count = scale(60, 10_000)
+    count = scale(40, 10_000)
     for seed in range(count):
         world = interleave(cast, seed, monkeypatch)
         deleted += sum(": delete packs/" in line or ": delete trees/" in line for line in world.trace)

@@ -382,7 +382,9 @@ _PASSING = {"SharedCache", "CachedEncoder"}
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (name == "Store.put_if")) for name in PLACES]
+)
 def test_nothing_that_a_caller_does_changes_what_is_kept(name: str, tmp_path: Path) -> None:
     open_place, values = PLACES[name]
     folders = (tmp_path / str(number) for number in itertools.count())

@@ -385,7 +385,7 @@ class Edits(RuleBasedStateMachine):
 
 
 Edits.TestCase.settings = settings(
-    max_examples=300 if LONG else 10,
+    max_examples=300 if LONG else 8,
     stateful_step_count=40 if LONG else 20,
     deadline=None,
     derandomize=not LONG,

@@ -234,7 +234,9 @@ def test_datasets_saves_to_a_store_and_loads_from_it(fs: CastoreFileSystem, fram
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are few cores
-@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("method", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.matrix)]
+)
 def test_loader_workers_read_a_streamed_dataset(
     fs: CastoreFileSystem, frame: pd.DataFrame, method: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,7 +147,7 @@ def test_a_cache_around_a_shard_is_refused(make_shard: Make) -> None:
 _PERSISTENT = [
     Cell("fork", 2, True),
     pytest.param(Cell("forkserver", 2, True), marks=pytest.mark.matrix),
-    Cell("spawn", 1, True),
+    pytest.param(Cell("spawn", 1, True), marks=pytest.mark.matrix),
 ]
 
 
