@@ -1,10 +1,10 @@
 # The commands of this project. Each sets up all it needs by itself: `make demo` is a fine first one.
 # PYTHON=python3.12 chooses another interpreter, which has an environment of its own: .venv-3.12.
-# WORKERS=0 runs the tests in one process, as a debugger needs; by default there are two for each core, since
-# tests wait for servers, mounts and other processes.
+# WORKERS=0 runs the tests in one process, as a debugger needs; by default there is one more than there are
+# cores, since tests wait for servers, mounts and other processes. Two for each core took longer.
 
 PYTHON ?= python3
-WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 # An interpreter that is not there, or a pyenv shim of a version that is not chosen, is an error of
 # tools/setup.sh.
 version = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
