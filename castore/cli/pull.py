@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from castore.cli.completion import refs
-from castore.cli.output import AsJson, growing_progress, print_json
+from castore.cli.output import AsJson, growing_progress, plural, print_json
 from castore.cli.remote_access import (
     FromRemote,
     conflicts_reported,
@@ -76,4 +76,7 @@ def pull(
     elif pulled.fetched:
         typer.echo(f"pulled bytes of names that were here, from {at}: {format_size(pulled.fetched)} fetched")
     else:
-        typer.echo(f"nothing to pull: {at} has nothing that the store lacks")
+        what = "nothing that the store lacks" if pulled.unchanged or pulled.expired else "no names"
+        typer.echo(f"nothing to pull: {at} has {what}")
+    if pulled.expired:
+        typer.echo(f"not pulled: {plural(pulled.expired, 'expired name')}")

@@ -266,7 +266,8 @@ def check(
     """
     with open_store(context) as store:
         found = _check(store.remote(name), deep)
-        if repair and found.problems:
+        is_whole = not found.problems
+        if repair and not is_whole:
             with growing_progress("uploading") as progress:
                 store.remote(name).repair(found, progress=progress)
             found = _check(store.remote(name), deep)
@@ -288,6 +289,8 @@ def check(
                 f"{plural(len(found.history), 'object')} that only older commits need cannot be had: `castore"
                 f" remote gc {name} --keep-commits N` ends the history before them"
             )
+        if repair and is_whole and not deep:
+            typer.echo("no bytes were read: with --deep damaged ones are found and uploaded again, too")
     if found.problems or found.history:
         raise typer.Exit(FAILED)
 

@@ -77,6 +77,7 @@ class Pulled(NamedTuple):
         commit: the commit whose names are in the store now, 64 hex digits.
         added, changed, unchanged: names that are new in the store, that are other bytes now, that were there.
         fetched: stored bytes that came over the network.
+        expired: names of the commit that have expired, and did not come.
     """
 
     ref: str
@@ -85,6 +86,7 @@ class Pulled(NamedTuple):
     changed: int
     unchanged: int
     fetched: int
+    expired: int = 0
 
 
 class RemoteCommit(NamedTuple):

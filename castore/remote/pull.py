@@ -50,6 +50,7 @@ class _Plan(NamedTuple):
     added: int
     changed: int
     unchanged: int
+    expired: int
 
 
 def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
@@ -143,7 +144,7 @@ def pull(
     agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
     named = ((row.name, row) for row in agreed)
     base.keep(tree.root if plan.is_all else agree(before, named, pages.read, pages.keep))
-    return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched)
+    return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched, plan.expired)
 
 
 def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:
@@ -171,12 +172,13 @@ def _plan(
     rows: list[tuple[str, Row]] = []
     agreed: list[Row] = []
     conflicts: list[str] = []
-    added = changed = unchanged = 0
+    added = changed = unchanged = expired = 0
     is_all = not prefix
     for compared in compare(ours, tree, base, prefix, below):
         name, entry, row, _ = compared
         difference = compared.difference
         if row is not None and row.expires is not None and row.expires <= now:
+            expired += 1
             continue
         if row is None:
             # The ref has lost the name: if it comes back, the store must know the old one.
@@ -195,14 +197,15 @@ def _plan(
             if difference is Difference.NONE:
                 agreed.append(row)
     if prefix and not (rows or unchanged or conflicts):
-        raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}")
+        lives = " that has not expired" if expired else ""
+        raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}{lives}")
     if conflicts:
         raise ConflictError(
             f"{list_names(conflicts)} changed both here and in ref {ref!r}; pull with --replace to take the"
             " ref's bytes, or --as another folder",
             names=tuple(conflicts),
         )
-    return _Plan(rows, agreed, is_all, added, changed, unchanged)
+    return _Plan(rows, agreed, is_all, added, changed, unchanged, expired)
 
 
 # Naming

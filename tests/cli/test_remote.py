@@ -24,6 +24,7 @@ from castore.remote.pages import digest_of
 from tests.cli.conftest import Cli
 from tests.cli.test_terminal import drawn, read_all
 from tests.helpers import LONG, noise
+from tests.mount.conftest import until
 from tests.remote.nodes import end_fetcher, know
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -260,9 +261,26 @@ def test_pull_says_what_it_did_in_one_sentence(cli: Cli, store: Store, team: str
     done = cli("pull", "main", "--json").json
     assert done == {
         "remote": "team", "ref": "main", "commit": commit_of(cli), "added": 0, "changed": 1, "unchanged": 2,
-        "fetched": done["fetched"],
+        "fetched": done["fetched"], "expired": 0,
     }  # fmt: skip
     assert store.get("new") == b"newer"
+
+
+def test_names_that_have_expired_or_were_removed_are_told(cli: Cli, team: str, other: Store) -> None:
+    other.put_many([("a", b"1"), ("b", b"2")])
+    other.push(to="theirs")
+    for ttl in (1, 10, 100):
+        other.put("short", b"1", ttl=ttl)
+        if other.push(to="theirs").added:  # else it has expired before: the machine is busy
+            break
+    until(lambda: "short" not in other)
+    assert cli("pull", "main").out.endswith("not pulled: 1 expired name\n")
+    for name in ("a", "b"):
+        other.delete(name)
+    other.put("c", b"3")
+    other.push(to="theirs", delete=True)
+    assert "not pushed: 2 names that others have removed; --restore puts them back" in cli("push").out
+    assert cli("push", "--restore").out.startswith("pushed 2 new to main@")
 
 
 def test_an_older_commit_and_a_part_of_it_come_into_a_folder(

@@ -431,7 +431,10 @@ def test_what_has_expired_meanwhile_is_not_pulled(node: MakeNode, monkeypatch: p
     assert one.push().added == 2
     later = time.time() + 7200
     monkeypatch.setattr(pulling, "time", SimpleNamespace(time=lambda: later))
-    assert two.pull().added == 1
+    pulled = two.pull()
+    assert (pulled.added, pulled.expired) == (1, 1)
+    with pytest.raises(RemoteMissingError, match="no name at or below 'short' that has not expired"):
+        two.pull("short")
     assert two.contents() == {"long": b"2"}
     ours, theirs = one.store.entry("long"), two.store.entry("long")
     assert ours is not None
