@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from castore import Store
+from castore.system.worker_processes import give_bars_a_lock_of_their_own
 from tests.helpers import LONG
 
 pytest_plugins = ["tests.temporary_folders", "tests.warm_fixtures"]
@@ -31,19 +31,8 @@ settings.register_profile("castore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("castore")
 
 
-def _give_bars_a_lock_of_their_own() -> None:
-    """Part a forked child from its parent, whose bars have a lock that all processes share: a child that is
-    killed while it draws one would keep it, and the parent would wait at its next bar.
-    """
-    lock = threading.RLock()
-    kinds = [bar] if (bar := getattr(sys.modules.get("tqdm"), "tqdm", None)) else []
-    while kinds:
-        kind = kinds.pop()
-        kind.set_lock(lock)
-        kinds += kind.__subclasses__()
-
-
-os.register_at_fork(after_in_child=_give_bars_a_lock_of_their_own)
+# Children that tests kill are parted from this process's bars, too: see the module.
+os.register_at_fork(after_in_child=give_bars_a_lock_of_their_own)
 
 _ENVIRON = os.environ
 _LONG_TIMEOUT = 1800  # seconds

@@ -171,7 +171,7 @@ class _Trial:
         """Whether one writer at most creates an object, and whether one at most replaces a version.
 
         All rounds run at once. SeaweedFS lets a writer that meets another one at its object wait for a second
-        or more, so rounds in a row would take ten.
+        or more, so rounds in a row would take twice as long.
         """
         with ThreadPoolExecutor(2 * _ROUNDS) as threads:
             created = [

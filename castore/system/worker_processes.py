@@ -76,11 +76,12 @@ def _after_fork_in_child() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
-    _give_bars_a_lock_of_their_own()
+    give_bars_a_lock_of_their_own()
     _after_fork_in_parent()
 
 
-def _give_bars_a_lock_of_their_own() -> None:
+def give_bars_a_lock_of_their_own() -> None:
+    """Part a forked child from its parent, whose bars have a lock that both share."""
     bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
     lock, kinds = threading.RLock(), [bar] if bar else []
     for kind in kinds:
