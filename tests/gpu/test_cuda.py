@@ -370,14 +370,15 @@ def test_embeddings_that_are_too_large_for_the_device_stay_off_it(store: Store) 
     assert not fits_on_device(cache, row, torch.device("cpu"))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_look_up_on_the_device_does_not_wait_for_it(store: Store) -> None:
     model = Model(Encoder()).cuda()
     config = CacheConfig(cache_type=CacheType.GPU)
     kept, _ = cache_embeddings(model, _loader(pin_memory=True), config=config, store=store)
     keys = [x.to("cuda", non_blocking=True) for x, _ in kept]
     model.encoder(keys[0])  # the copy of the table is made here
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for x in keys:
             model(x)
     finally:

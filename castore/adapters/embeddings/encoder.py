@@ -7,6 +7,7 @@ its weights: `state_dict` has the names that it had without this wrapper.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +243,8 @@ class CachedEncoder(nn.Module):
     def _device(self, default: torch.device) -> torch.device:
         """The encoder's device; ``default`` if it has no weights."""
         if isinstance(self.encoder, nn.Module):
-            for tensor in (*self.encoder.parameters(), *self.encoder.buffers()):
+            # The first alone: a walk over all of a deep encoder's takes longer than a look-up.
+            for tensor in itertools.chain(self.encoder.parameters(), self.encoder.buffers()):
                 return tensor.device
         return default
 

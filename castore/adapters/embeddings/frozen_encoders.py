@@ -23,6 +23,8 @@ from torch import nn
 from castore.errors import InvalidValueError
 from castore.keys.bytecode import codes, steps
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
 
 def why_not_frozen(encoder: Any) -> str | None:
     """Why a module, or one that a function uses, is trainable or random, in words; None if it is frozen.
@@ -113,7 +115,7 @@ class ChangeDetector:
         """Take the present state as the one to compare with."""
         self._outside = _function_values(self._encoder)
         self._weights = _weights(self._encoder)
-        self._write_states = [*map(_write_state, self._weights)]
+        self._write_states = _write_states(self._weights)
 
     def may_have_changed(self, *, thorough: bool = False) -> bool:
         """Whether the encoder seems to differ from the noted state.
@@ -126,7 +128,7 @@ class ChangeDetector:
         if any(outside.get(name) is not value for name, value in self._outside.items()):
             return True
         weights = _weights(self._encoder) if thorough else self._weights
-        return (thorough and not weights) or [*map(_write_state, weights)] != self._write_states
+        return (thorough and not weights) or _write_states(weights) != self._write_states
 
     def __getstate__(self) -> dict[str, Any]:
         # In another process everything has another address.
@@ -142,9 +144,19 @@ def _weights(encoder: Any) -> list[torch.Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
+def _write_states(tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """Each tensor's address, the number of writes that torch has counted, and whether it is trained.
+
+    Each look-up of a batch asks for all of a deep encoder, so most are asked in one go.
+    """
+    if _PLAIN.issuperset(map(type, tensors)):
+        with suppress(RuntimeError):  # sparse ones have no address, those of inference mode no counter
+            return [(tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors]
+    return [*map(_write_state, tensors)]
+
+
 def _write_state(tensor: torch.Tensor) -> tuple[int, int, bool]:
-    """A tensor's address, the number of writes that torch has counted, and whether it is trained."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
     writes = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr() if plain else id(tensor), writes, tensor.requires_grad
 
