@@ -3,16 +3,25 @@
 A push moves the ref first and keeps the base afterwards, and may be killed between the two, or never learn
 whether the storage moved the ref. So it notes the next base, with its commit, before it moves the ref. A
 later call that finds this commit in the history of the ref counts the base as valid.
+
+A pull names first and keeps the base afterwards, too. So it notes the commit's tree before it names anything.
+A later call counts a name that is as that tree has it as agreed on, for the pull may have brought it. Without
+this, a name that the ref has changed once more would be a conflict of the store with an interrupted pull.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 from castore.errors import CorruptError, RemoteMissingError
+from castore.parts import Parts
 from castore.remote import commits
 from castore.remote.bucket import Bucket
-from castore.remote.remotes import PendingBase, Remotes
+from castore.remote.compare import Difference, agree, compare, open_base
+from castore.remote.page_cache import PageCache
+from castore.remote.remotes import BegunPull, PendingBase, Remotes
+from castore.remote.tree import Tree
 
 
 class Base:
@@ -29,14 +38,58 @@ class Base:
         self._remotes = remotes
         self._where = remote, ref, below
         self._pending: list[PendingBase] = []
+        self._begun: list[BegunPull] = []
+        self._found: bytes | None = None
 
-    def root(self, bucket: Bucket, newest: bytes | None) -> bytes | None:
-        """The root, or None if there is no base.
+    def tree(
+        self,
+        bucket: Bucket,
+        newest: bytes | None,
+        parts: Parts,
+        pages: PageCache,
+        head: Tree | None,
+        prefix: str,
+    ) -> Tree | None:
+        """The base, or None: there is none, or some of its pages are lost. Differences are then conflicts.
 
         Args:
             bucket: has the history.
             newest: the ref's newest commit; None if there is no such ref.
+            parts: of the store.
+            pages: of the base.
+            head, prefix: the names that the call compares with the store's, and the part that counts.
         """
+        self._found = self._root(bucket, newest)
+        base = open_base(self._found, pages)
+        begun = self._remotes.begun_pulls(*self._where)
+        self._begun = [one for one in begun if one.replaces == self._found]
+        for one in self._begun:
+            # Names that are as the ref has them now need no base.
+            is_inside = prefix in ("", one.prefix) or one.prefix.startswith(prefix + "/")
+            if head is None or one.tree != head.root or not is_inside:
+                base = self._with_names_of(one, base, parts, pages)
+        return base
+
+    def _with_names_of(
+        self, begun: BegunPull, base: Tree | None, parts: Parts, pages: PageCache
+    ) -> Tree | None:
+        """The base with the names that a pull may have brought."""
+        below = self._where[2]
+        names = f"{below}/{begun.prefix}" if below and begun.prefix else below or begun.prefix
+        ours = parts.index.entries(names, time.time(), damaged=False)
+        theirs = Tree(begun.tree, pages.read, pages.expect)
+        try:
+            agreed = [
+                (compared.theirs.name, compared.theirs)
+                for compared in compare(ours, theirs, None, begun.prefix, below)
+                if compared.theirs is not None and compared.difference is Difference.NONE
+            ]
+        except (CorruptError, RemoteMissingError):  # of a commit that was collected
+            return base
+        return Tree(agree(base, agreed, pages.read, pages.keep), pages.read, pages.expect)
+
+    def _root(self, bucket: Bucket, newest: bytes | None) -> bytes | None:
+        """The root, or None if there is no base. A noted base has the names of pulls that had begun."""
         kept = self._remotes.base(*self._where)
         noted = [one for one in self._remotes.pending(*self._where) if one.replaces == kept]
         # Nobody has moved the ref since, so a request of the killed push may still be under way.
@@ -68,6 +121,16 @@ class Base:
         kept = self._remotes.base(*self._where)
         self._pending.append(PendingBase(commit, parent, kept, root))
         self._remotes.set_pending(*self._where, self._pending)
+
+    def note_pull(self, tree: bytes, prefix: str) -> None:
+        """Note that a pull is about to bring names. Comes before the first of them.
+
+        Args:
+            tree: root of the commit's tree.
+            prefix: the names are at and below it.
+        """
+        self._begun.append(BegunPull(self._found, tree, prefix))
+        self._remotes.set_begun_pulls(*self._where, self._begun)
 
     def keep(self, root: bytes | None) -> None:
         """Keep the next base: the store and the ref agree on it. None keeps the present one."""

@@ -23,7 +23,7 @@ from castore.records import LOOSE, Blob, EntrySpec
 from castore.remote import commits
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
-from castore.remote.compare import Difference, agree, compare, list_names, open_base
+from castore.remote.compare import Difference, agree, compare, list_names
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
 from castore.remote.kept_bytes import drop_parts
 from castore.remote.outcomes import Progress, Pulled
@@ -126,10 +126,12 @@ def pull(
     commit = find_commit(bucket, ref, start)
     tree = Tree(pages.commit(commit).tree, pages.read, pages.expect)
     newest = commit if start is None else find_commit(bucket, ref, None)
-    before = open_base(base.root(bucket, newest), pages)
+    before = base.tree(bucket, newest, parts, pages, tree, prefix)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
+    if plan.rows:
+        base.note_pull(tree.root, prefix)
     if lazy is None:
         try:
             fetched = _Fetch(parts, bucket, pool, progress).fetch(plan)

@@ -36,7 +36,7 @@ from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import Guard
 from castore.remote.commits import Commit, Ref
-from castore.remote.compare import Compared, Difference, agree, compare, list_names, open_base
+from castore.remote.compare import Compared, Difference, agree, compare, list_names
 from castore.remote.keys import commit_key
 from castore.remote.outcomes import Progress, Pushed
 from castore.remote.page_cache import PageCache
@@ -116,9 +116,9 @@ def push(
         head = None if seen is None else pages.commit(seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
         parent = None if seen is None else seen.commit
-        agreed = base.root(bucket, parent)
+        agreed = base.tree(bucket, parent, parts, pages, tree, prefix)
         # A ref that is gone has lost its names; nobody has removed them.
-        before = None if seen is None else open_base(agreed, pages)
+        before = None if seen is None else agreed
         plan = choose(tree, before)
         rows = sender.send(plan.entries, tree)
         made: dict[bytes, bytes] = {}

@@ -22,8 +22,9 @@ from castore.settings import Settings
 from castore.system.temporary import create_temporary, make_folder, open_regular
 
 _MAX_BYTES = 65_536
-# The newest pending bases that are kept.
-_PENDING, _PENDING_SUFFIX = 50, ".pending"
+# The newest notes of one kind that are kept.
+_NOTES = 50
+_PENDING_SUFFIX, _PULLING_SUFFIX = ".pending", ".pulling"
 
 
 class RemoteSettings(NamedTuple):
@@ -79,6 +80,21 @@ class PendingBase(NamedTuple):
     parent: bytes | None
     replaces: bytes | None
     root: bytes
+
+
+class BegunPull(NamedTuple):
+    """A pull that has begun to bring names into the store: see base.py.
+
+    Attributes:
+        replaces: root of the base that counted when the pull began, or None. When another one counts, this
+            note means nothing.
+        tree: root of the commit's tree.
+        prefix: the names are at and below it.
+    """
+
+    replaces: bytes | None
+    tree: bytes
+    prefix: str
 
 
 class Remotes:
@@ -195,21 +211,36 @@ class Remotes:
         return _digest(_read(self._base_path(name, ref, below)))
 
     def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
-        """Keep a base. Those that were pending mean nothing any more."""
-        self._write(self._base_path(name, ref, below), base.hex() + "\n")
-        self._pending_path(name, ref, below).unlink(missing_ok=True)
+        """Keep a base, and remove the notes of the one before it."""
+        path = self._base_path(name, ref, below)
+        self._write(path, base.hex() + "\n")
+        for suffix in (_PENDING_SUFFIX, _PULLING_SUFFIX):
+            _beside(path, suffix).unlink(missing_ok=True)
 
     def pending(self, name: str, ref: str, below: str) -> list[PendingBase]:
         """The bases that pushes have noted before they moved the ref, oldest first."""
-        return _parse_pending(_read(self._pending_path(name, ref, below)))
+        return _parse_pending(_read(_beside(self._base_path(name, ref, below), _PENDING_SUFFIX)))
 
     def set_pending(self, name: str, ref: str, below: str, pending: Sequence[PendingBase]) -> None:
         """Note bases."""
-        fields = [[None if digest is None else digest.hex() for digest in one] for one in pending[-_PENDING:]]
-        self._write(self._pending_path(name, ref, below), json.dumps(fields) + "\n")
+        fields = [[_hex(digest) for digest in one] for one in pending[-_NOTES:]]
+        path = _beside(self._base_path(name, ref, below), _PENDING_SUFFIX)
+        self._write(path, json.dumps(fields) + "\n")
+
+    def begun_pulls(self, name: str, ref: str, below: str) -> list[BegunPull]:
+        """The pulls that have begun to bring names since the base was kept, oldest first."""
+        return _parse_begun(_read(_beside(self._base_path(name, ref, below), _PULLING_SUFFIX)))
+
+    def set_begun_pulls(self, name: str, ref: str, below: str, begun: Sequence[BegunPull]) -> None:
+        """Note pulls that have begun."""
+        fields = [[_hex(one.replaces), one.tree.hex(), one.prefix] for one in begun[-_NOTES:]]
+        path = _beside(self._base_path(name, ref, below), _PULLING_SUFFIX)
+        self._write(path, json.dumps(fields) + "\n")
 
     def roots(self) -> list[bytes]:
-        """The roots of all bases, pending ones too, and of the commits that mounts have shown last."""
+        """The roots of all bases, pending ones too, of the commits that mounts have shown last, and of those
+        whose pull has begun.
+        """
         found: list[bytes] = []
         for name in self.names():
             for path in (self._folder / name).iterdir():
@@ -219,6 +250,8 @@ class Remotes:
                     found += [] if seen is None else [seen.tree]
                 elif kind.endswith(_PENDING_SUFFIX):
                     found += [one.root for one in _parse_pending(_read(path))]
+                elif kind.endswith(_PULLING_SUFFIX):
+                    found += [one.tree for one in _parse_begun(_read(path))]
                 elif mark:
                     base = _digest(_read(path))
                     found += [] if base is None else [base]
@@ -246,10 +279,6 @@ class Remotes:
         mark = blake3(below.encode()).hexdigest(length=8)
         return self._folder / check_remote_name(name) / f"{check_ref(ref)}@{mark}"
 
-    def _pending_path(self, name: str, ref: str, below: str) -> Path:
-        path = self._base_path(name, ref, below)
-        return path.with_name(path.name + _PENDING_SUFFIX)
-
     def _write(self, path: Path, text: str) -> None:
         fd, temporary = create_temporary(self._tmp)
         try:
@@ -272,8 +301,16 @@ def _read(path: Path) -> str | None:
         return None
 
 
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
 def _is_of_ref(file: str) -> bool:
     return "@" in file and not file.endswith(_PENDING_SUFFIX)
+
+
+def _hex(digest: bytes | None) -> str | None:
+    return None if digest is None else digest.hex()
 
 
 def _digest(text: str | None) -> bytes | None:
@@ -291,6 +328,18 @@ def _parse_pending(text: str | None) -> list[PendingBase]:
             commit, parent, replaces, root = map(_digest, fields)
             if commit is not None and root is not None:
                 found.append(PendingBase(commit, parent, replaces, root))
+    except (ValueError, TypeError, RecursionError):
+        return []
+    return found
+
+
+def _parse_begun(text: str | None) -> list[BegunPull]:
+    found: list[BegunPull] = []
+    try:
+        for replaces, tree, prefix in json.loads(text or "[]"):
+            root = _digest(tree)
+            if root is not None:
+                found.append(BegunPull(_digest(replaces), root, _text(prefix)))
     except (ValueError, TypeError, RecursionError):
         return []
     return found

@@ -313,6 +313,10 @@ def _is_noted(folder: Folder) -> bool:
     return len(list((folder / "one/remotes/team").glob("main@*.pending"))) == 1
 
 
+def _has_begun(folder: Folder) -> bool:
+    return len(list((folder / "two/remotes/team").glob("main@*.pulling"))) == 1
+
+
 def _base_is(name: str, *, kept: bool) -> There:
     return lambda folder: (_base(folder, name) != _base(folder.parent / "template", name)) is kept
 
@@ -335,6 +339,7 @@ def _pulled(folder: Folder, done: str) -> None:
     with opened(folder, "two") as store:
         assert contents(store) == BASE
     assert _base(folder, "two") is not None
+    assert not _has_begun(folder)
 
 
 def _how_much(found: int, of: int) -> str:
@@ -785,6 +790,8 @@ WINDOWS = [
     ),
     *_of(
         "Pull",
+        ("after the pull is noted, before the first blobs", _pulling, after(Remotes, "set_begun_pulls"),
+        _has_begun, NOTHING),
         ("while it fetches the first blobs", _pulling, after(page_cache, "create_temporary"),
         _in("two", _temporary_files), NOTHING),
         ("while it fetches the first blobs", _pulling, after(PageCache, "keep"), _in("two", _pages), NOTHING),
@@ -796,7 +803,7 @@ WINDOWS = [
         ("between two commits", _pulling, after(BlobWriter, "commit", 2),
         _in("two", lambda store: not ahead(store)), SOME),
         ("after the last commit, before the base is kept", _pulling, before(Remotes, "set_base"),
-        _base_is("two", kept=False), ALL),
+        _both(_base_is("two", kept=False), _has_begun), ALL),
         ("after that", _pulling, after(Remotes, "set_base"), _base_is("two", kept=True), ALL),
     ),
     *_of(
@@ -845,7 +852,7 @@ WINDOWS = [
         ("between two commits of a lazy pull", _naming, before(places, "record", 2), _in("two", _no_files),
         SOME),
         ("after the last commit of a lazy pull, before the base is kept", _naming,
-        before(Remotes, "set_base"), _base_is("two", kept=False), ALL),
+        before(Remotes, "set_base"), _both(_base_is("two", kept=False), _has_begun), ALL),
         ("after bytes came, before their commit", _bringing_at_once, before(BlobWriter, "restore"),
         _in("two", _temporary_files), NOTHING),
         ("within their commit", _bringing_at_once, after(LooseFolder, "publish"), _in("two", _objects),

@@ -22,7 +22,7 @@ STEPS = ["write"] * 4 + ["push"] * 3 + ["pull"] * 3 + ["evict"]
 
 
 class Forgetful(Remotes):
-    """Of a push that dies before it keeps its base."""
+    """Of a push or a pull that dies before it keeps its base."""
 
     forgets = False
 
@@ -47,6 +47,8 @@ class Team:
         self.edits: list[dict[str, bytes]] = [{}, {}, {}]
         # The values on which a node and the ref agreed last.
         self.agreed: list[dict[str, bytes]] = [{}, {}, {}]
+        # All that the ref had below a prefix, for each pull that was killed since then.
+        self.brought: list[list[dict[str, bytes]]] = [[], [], []]
 
     def step(self, chance: random.Random) -> None:
         number, name = chance.randrange(3), chance.choice(NAMES)
@@ -59,7 +61,9 @@ class Team:
                 self.push(number, prefix, rarely)
                 self.remotes[number].forgets = False
             case "pull":
+                self.remotes[number].forgets = chance.random() < 0.3
                 self.pull(number, prefix, rarely)
+                self.remotes[number].forgets = False
             case _:
                 self.evict(number, name)
 
@@ -78,20 +82,22 @@ class Team:
     def push(self, number: int, prefix: str, delete: bool) -> None:
         node = self.nodes[number]
         before, local = dict(self.ref), node.contents()
-        if prefix and not any(name.startswith(prefix + "/") for name in local):
+        if not any(name.startswith(prefix) for name in local) and (prefix or delete):
             return
         try:
             node.push(prefix, delete=delete)
         except ConflictError as error:
             in_conflict = error.names
-        except Killed:  # by then the ref has moved
+        except Killed:  # by then the ref has moved, if there was anything to push
             in_conflict = ()
+            if self.contents() == before:
+                return
         else:
             in_conflict = ()
         if in_conflict:
             assert self.contents() == before
             assert all(local[name] != before[name] for name in in_conflict)
-            self.check_conflicts(number, in_conflict)
+            self.check_conflicts(number, in_conflict, local)
             return
         self.ref = self.contents()
         self.agree(number, prefix, local)
@@ -122,15 +128,21 @@ class Team:
             return
         except ConflictError as error:
             in_conflict = error.names
+        except Killed:  # by then the names are here
+            in_conflict = ()
+            self.brought[number].append(
+                {name: self.ref[name] for name in self.ref if name.startswith(prefix)}
+            )
         else:
             in_conflict = ()
         if in_conflict:
             assert not replace
             assert node.contents() == before
-            self.check_conflicts(number, in_conflict)
+            self.check_conflicts(number, in_conflict, before)
             return
         local = node.contents()
-        self.agree(number, prefix, local)
+        if not self.remotes[number].forgets:
+            self.agree(number, prefix, local)
         for name in sorted({*before, *local}):
             inside = name in self.ref and (name.startswith(prefix + "/") or not prefix)
             if not inside:
@@ -143,6 +155,7 @@ class Team:
                 self.seen[number].add((name, local[name]))
 
     def agree(self, number: int, prefix: str, local: dict[str, bytes]) -> None:
+        self.agreed[number], self.brought[number] = self.settled(number, local), []
         for name in NAMES:
             if name.startswith(prefix):
                 if name not in self.ref:
@@ -150,10 +163,18 @@ class Team:
                 elif local.get(name) == self.ref[name]:
                     self.agreed[number][name] = self.ref[name]
 
-    def check_conflicts(self, number: int, names: tuple[str, ...]) -> None:
+    def settled(self, number: int, local: dict[str, bytes]) -> dict[str, bytes]:
+        """What a node and the ref agreed on, with what killed pulls have brought and nobody has edited."""
+        agreed = dict(self.agreed[number])
+        for brought in self.brought[number]:
+            agreed |= brought.items() & local.items()
+        return agreed
+
+    def check_conflicts(self, number: int, names: tuple[str, ...], local: dict[str, bytes]) -> None:
+        agreed = self.settled(number, local)
         for name in names:
             assert name in self.edits[number], "a conflict over a name not edited here"
-            assert self.agreed[number].get(name) != self.ref[name], "a conflict over a name not changed there"
+            assert agreed.get(name) != self.ref[name], "a conflict over a name not changed there"
 
     def contents(self) -> dict[str, bytes]:
         """The names of the ref and their bytes, by their digests."""

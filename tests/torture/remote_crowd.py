@@ -147,6 +147,8 @@ def _pull(place: Place, number: int, chance: random.Random) -> None:
             try:
                 store.remote("team").pull()
                 place.log(number, "pulled")
+            except ConflictError:  # of a node that edits nothing
+                raise
             except RemoteMissingError as error:
                 place.log(number, "overtaken", why=str(error))
                 _check_newest(store)
@@ -181,6 +183,8 @@ def _pull_lazily(place: Place, number: int, chance: random.Random) -> None:
                 for name in chance.sample(sorted(store), min(4, len(store))):
                     # Bytes of a commit that is not kept are a miss once they were collected.
                     place.log(number, "got" if _version(store, name) else "missed")
+            except ConflictError:  # of a node that edits nothing
+                raise
             except RemoteError as error:
                 place.log(number, "interrupted", why=str(error))
             if chance.random() < 0.3:
