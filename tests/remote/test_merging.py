@@ -164,7 +164,7 @@ class Team:
                     self.agreed[number][name] = self.ref[name]
 
     def settled(self, number: int, local: dict[str, bytes]) -> dict[str, bytes]:
-        """What a node and the ref agreed on, with what killed pulls have brought and nobody has edited."""
+        """The values on which a node and the ref agreed, and those of killed pulls that nobody has edited."""
         agreed = dict(self.agreed[number])
         for brought in self.brought[number]:
             agreed |= brought.items() & local.items()
