@@ -96,6 +96,7 @@ PLACES = (
     Place(f"{REMOTES}/R/remote.json", f"{REMOTES}/{_LABEL}/remote\\.json"),
     Place(f"{REMOTES}/R/REF@H", f"{REMOTES}/{_LABEL}/{_LABEL}@[0-9a-f]{{16}}"),
     Place(f"{REMOTES}/R/REF@H.pending", f"{REMOTES}/{_LABEL}/{_LABEL}@[0-9a-f]{{16}}\\.pending"),
+    Place(f"{REMOTES}/R/REF@H.pulling", f"{REMOTES}/{_LABEL}/{_LABEL}@[0-9a-f]{{16}}\\.pulling"),
     Place(f"{REMOTES}/R/REF@seen", f"{REMOTES}/{_LABEL}/{_LABEL}@seen"),
     _fixed(f"{PAGES}/", Kind.FOLDER),
     Place(f"{PAGES}/abcd…", f"{PAGES}/[0-9a-f]{{64}}"),

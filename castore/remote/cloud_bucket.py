@@ -72,7 +72,7 @@ _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+(/[A-Za-z0-9._~/-]*)?", re
 # Words of obstore's errors without credentials: neither the machine's role nor a setting gave any.
 _NO_CREDENTIALS = re.compile(
     r"/latest/api/token|/latest/meta-data/|token request|Account must be specified|Invalid Access Key:"
-    r"|service account file"
+    r"|service account file|CryptoProvider error"
 )
 _CONDITION_FAILED = (AlreadyExistsError, PreconditionError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
@@ -85,8 +85,8 @@ _CREDENTIALS = {
         " ~/.aws/credentials, or the machine's role"
     ),
     "gs": (
-        "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's service"
-        " account"
+        "GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT (the file of a key),"
+        " `gcloud auth application-default login`, or the machine's service account"
     ),
     "az": (
         "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN,"

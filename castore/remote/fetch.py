@@ -1,4 +1,5 @@
-"""Blobs come from a bucket, each checked before anybody can have it.
+"""Blobs come from a bucket, each checked before anybody can have it. Parts that readers have kept do not
+travel again.
 
 Nothing that comes from a remote is trusted. Stored bytes are compared with the frames of the tree's row
 before they are decompressed, and the decompressed bytes with the blob's digest. Records of a pack that lie
@@ -27,6 +28,7 @@ from castore.objects.packs import PACK_LIMIT
 from castore.parts import Parts
 from castore.records import LOOSE, Blob
 from castore.remote.bucket import Bucket
+from castore.remote.kept_bytes import WHOLE_LIMIT, Division
 from castore.remote.keys import dictionary_key, object_key
 from castore.remote.pages import FRAME, Place, Row, frame_of
 from castore.write.incoming import write_all
@@ -91,6 +93,7 @@ class BlobFetcher:
 
     Attributes:
         fetched: bytes that have come.
+        in_parts: places of blobs of which the store had parts.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class BlobFetcher:
         self._bucket = bucket
         self._pool = pool
         self.fetched = 0
+        self.in_parts: list[Place] = []
 
     def staged(self, wanted: Mapping[bytes, Row]) -> Generator[tuple[Row, Staged]]:
         """Blobs by their digests, in the order in which they come; some requests are under way ahead.
@@ -190,10 +194,47 @@ class BlobFetcher:
         [row] = request.rows
         key = object_key(request.object, packed=False)
         try:
-            return [(row, self._stage_file(row, key, self._bucket.stream(key)))]
+            return [(row, self._stage_file(row, key, self._pieces(row.place, key)))]
         except CorruptError as error:
             self._on_damage(row, error)
             return []
+
+    def _pieces(self, place: Place, key: str) -> Iterator[bytes]:
+        """The stored bytes of an object, in order: parts that the store has, and the rest, fetched."""
+        spans = self._spans(place)
+        if not any(kept for _, _, kept in spans):
+            for piece in self._bucket.stream(key):
+                self.fetched += len(piece)
+                yield piece
+            return
+        self.in_parts.append(place)
+        for start, end, kept in spans:
+            data = self._parts.source.fetch(kept) if kept is not None else None
+            if data is None or len(data) != end - start:
+                data = self._bucket.get_range(key, start, end)
+                self.fetched += len(data)
+            yield data
+
+    def _spans(self, place: Place) -> list[tuple[int, int, Blob | None]]:
+        """Where the parts of an object lie in it that the store has, and where the bytes between them do."""
+        parts = Division(place).parts if place.stored > WHOLE_LIMIT else ()
+        names = [part.name(place.object) for part in parts]
+        found = self._parts.index.find_many(names) if names else {}
+        spans: list[tuple[int, int, Blob | None]] = []
+
+        def add_missing(end: int) -> None:
+            at = spans[-1][1] if spans else 0
+            while at < end:
+                stop = min(end, at + self._request_bytes)
+                spans.append((at, stop, None))
+                at = stop
+
+        for name, part in zip(names, parts, strict=True):
+            if name in found and found[name].blob.is_here:
+                add_missing(part.start)
+                spans.append((part.start, part.end, found[name].blob))
+        add_missing(place.stored)
+        return spans
 
     def _stage_file(self, row: Row, key: str, pieces: Iterator[bytes | memoryview]) -> LargeBlob:
         objects, place = self._parts.objects, row.place
@@ -209,8 +250,6 @@ class BlobFetcher:
                             row, key, f"it is longer than the {place.stored} bytes of the tree"
                         )
                     write_all(fd, piece, temporary)
-                    if place.offset == 0:
-                        self.fetched += len(piece)
                 if length != place.stored:
                     raise self._damaged(row, key, f"it ends {place.stored - length} bytes early")
                 start, checksums = 0, []

@@ -287,6 +287,7 @@ class _Fetch:
                     ready, staged, uncommitted = staged, [], 0
                     self._commit(ready)
             self._commit(staged)
+        drop_parts(self._parts.index, self._blobs.in_parts)
         return self._blobs.fetched
 
     def _restore(self, rows: list[Row]) -> None:
@@ -305,7 +306,6 @@ class _Fetch:
                     ready, batch = batch, []
                     self._parts.writer.restore(ready)
             self._parts.writer.restore(batch)
-        drop_parts(self._parts.index, [row.place for row in wanted.values()])
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
         known: dict[bytes, Staged] = {}

@@ -107,6 +107,13 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="session")
+def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """The interface of Google Cloud Storage."""
+    with servers.gcs(tmp_path_factory.mktemp("gcs")) as place:
+        yield place
+
+
+@pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A storage that is unfit."""
     with servers.rclone(tmp_path_factory.mktemp("rclone")) as place:

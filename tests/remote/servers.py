@@ -166,6 +166,20 @@ def moto(path: Path) -> Iterator[Place]:
 
 
 @contextmanager
+def gcs(path: Path) -> Iterator[Place]:
+    """Google Cloud Storage, as `gcs_server` speaks its language."""
+
+    def command(ports: list[int]) -> list[str]:
+        return [PYTHON, str(Path(__file__).with_name("gcs_server.py")), str(ports[0]), BUCKET]
+
+    with _running(command, 1, path, lambda ports: _answers(f"http://127.0.0.1:{ports[0]}/")) as ports:
+        account = {"gcs_base_url": f"http://127.0.0.1:{ports[0]}", "disable_oauth": True, "client_email": ""}
+        (path / "account.json").write_text(json.dumps({**account, "private_key": "", "private_key_id": ""}))
+        variables = {"GOOGLE_SERVICE_ACCOUNT": str(path / "account.json"), "GOOGLE_ALLOW_HTTP": "true"}
+        yield Place(f"gs://{BUCKET}", variables, ports[0])
+
+
+@contextmanager
 def rclone(path: Path) -> Iterator[Place]:
     """A storage that is unfit: rclone over a folder."""
     (path / BUCKET).mkdir()

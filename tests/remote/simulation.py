@@ -20,7 +20,7 @@ from castore.remote import commits
 from castore.remote.bucket import Listed, Versioned
 from castore.remote.collection_state import STATE, cut_key
 from castore.remote.keys import REFS, SETTINGS, commit_key, object_key, page_key
-from castore.remote.remotes import PendingBase, Remotes
+from castore.remote.remotes import BegunPull, PendingBase, Remotes
 from castore.remote.tree import Tree
 
 
@@ -276,6 +276,7 @@ class MemoryRemotes(Remotes):
     def __init__(self) -> None:
         self._roots: dict[str, bytes] = {}
         self._notes: dict[str, list[PendingBase]] = {}
+        self._begun: dict[str, list[BegunPull]] = {}
 
     def base(self, name: str, ref: str, below: str) -> bytes | None:
         return self._roots.get(ref)
@@ -283,12 +284,19 @@ class MemoryRemotes(Remotes):
     def set_base(self, name: str, ref: str, below: str, base: bytes) -> None:
         self._roots[ref] = base
         self._notes.pop(ref, None)
+        self._begun.pop(ref, None)
 
     def pending(self, name: str, ref: str, below: str) -> list[PendingBase]:
         return self._notes.get(ref, [])
 
     def set_pending(self, name: str, ref: str, below: str, pending: Sequence[PendingBase]) -> None:
         self._notes[ref] = list(pending)
+
+    def begun_pulls(self, name: str, ref: str, below: str) -> list[BegunPull]:
+        return self._begun.get(ref, [])
+
+    def set_begun_pulls(self, name: str, ref: str, below: str, begun: Sequence[BegunPull]) -> None:
+        self._begun[ref] = list(begun)
 
 
 class Quiet(MemoryBucket):

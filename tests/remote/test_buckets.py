@@ -22,7 +22,7 @@ from castore.remote.folder_bucket import UNFINISHED, FolderBucket
 from tests.helpers import noise
 from tests.remote.servers import BUCKET, READER, READERS_SECRET, SECRET, Place, free_ports, has_azurite
 
-STORAGES = ["folder", "moto", "seaweedfs", *(["azurite"] if has_azurite() else [])]
+STORAGES = ["folder", "moto", "seaweedfs", "gcs", *(["azurite"] if has_azurite() else [])]
 
 
 @pytest.fixture(params=STORAGES)

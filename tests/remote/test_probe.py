@@ -17,7 +17,7 @@ from castore.remote.probe import probe
 from tests.mount.conftest import until
 from tests.remote.servers import READER, READERS_SECRET, Place, free_ports, has_azurite
 
-STORAGES = ["folder", "moto", "seaweedfs", *(["azurite"] if has_azurite() else [])]
+STORAGES = ["folder", "moto", "seaweedfs", "gcs", *(["azurite"] if has_azurite() else [])]
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -237,8 +238,9 @@ def test_azure_without_credentials_is_told_which_ones_it_takes(case: str) -> Non
 
 
 def test_google_without_its_file_is_told_where_that_is_looked_for(tmp_path: Path) -> None:
-    for text in (None, "{}"):
-        file = tmp_path / f"{text}.json"
+    no_key = {"type": "service_account", "client_email": "", "private_key": "", "private_key_id": ""}
+    for number, text in enumerate([None, "{}", json.dumps(no_key)]):
+        file = tmp_path / f"{number}.json"
         if text:
             file.write_text(text)
         with pytest.raises(RemoteDeniedError, match="GOOGLE_APPLICATION_CREDENTIALS"):

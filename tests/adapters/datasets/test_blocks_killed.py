@@ -208,7 +208,8 @@ def test_workers_that_are_killed_while_they_draw_a_bar_keep_no_lock_of_their_par
     child = job.start("drawing", 2, stop=[COUNT // 2, str(tmp_path / "go on")])
     until(lambda: job.rows() >= COUNT // 2)
     for worker in children(child):
-        os.kill(worker, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # their parent ends the others once it misses the first
+            os.kill(worker, signal.SIGKILL)
     (tmp_path / "go on").touch()
     assert job.end() == 0
     assert job.result() == wanted("drawing")
