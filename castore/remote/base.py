@@ -129,8 +129,10 @@ class Base:
             tree: root of the commit's tree.
             prefix: the names are at and below it.
         """
-        self._begun.append(BegunPull(self._found, tree, prefix))
-        self._remotes.set_begun_pulls(*self._where, self._begun)
+        begun = BegunPull(self._found, tree, prefix)
+        if begun not in self._begun:
+            self._begun.append(begun)
+            self._remotes.set_begun_pulls(*self._where, self._begun)
 
     def keep(self, root: bytes | None) -> None:
         """Keep the next base: the store and the ref agree on it. None keeps the present one."""
