@@ -1,8 +1,9 @@
 """Google Cloud Storage on a port of 127.0.0.1: what obstore asks of its XML interface, as documented.
 
-No server that people run speaks this interface with conditions and lists, so it is written here, after
-Google's reference: https://docs.cloud.google.com/storage/docs/xml-api/reference-headers and the pages beside
-it. Objects are in memory, and each write has a generation of its own. Nobody's credentials are checked.
+The servers that packages bring (gcp-storage-emulator) lack the lists and the conditions of this interface. So
+it is written here after Google's reference, https://docs.cloud.google.com/storage/docs/xml-api/overview and
+the pages below it. Objects are in memory, and each write has a generation of its own. No credential is
+checked.
 
     python tests/remote/gcs_server.py PORT BUCKET
 """
