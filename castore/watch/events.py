@@ -101,16 +101,17 @@ class EventQueue(logging.Handler):
 
     def _on_event(self, event: FileSystemEvent) -> None:
         self._new_folders |= event.is_directory
-        for path in (event.src_path, event.dest_path):
-            if path:
-                self.put(os.fsdecode(path), self._settle)
+        self._put([os.fsdecode(path) for path in (event.src_path, event.dest_path) if path], self._settle)
 
     def put(self, path: str, seconds: float) -> None:
         """Make a path due in ``seconds``. For a path that waits already, the time starts again."""
-        if path == self._root or not self._is_relevant(path):
-            return
+        self._put([path], seconds)
+
+    def _put(self, paths: list[str], seconds: float) -> None:
+        """Make paths due at the same time: the old and the new name of a file are scanned together."""
+        relevant = [path for path in paths if path != self._root and self._is_relevant(path)]
         with self._guard:
-            self._due[path] = time.monotonic() + seconds
+            self._due.update(dict.fromkeys(relevant, time.monotonic() + seconds))
             if len(self._due) > LIMIT:
                 self._due.clear()
                 self.overflowed = True

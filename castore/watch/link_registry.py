@@ -4,7 +4,8 @@ An entry whose file has become a link is the only copy of its bytes. So the entr
 a pinned entry) and never expires. The entry's metadata has under ``source`` the link's target (``link``), the
 file's permission bits (``mode``), whether the entry was pinned before (``pinned``), and the target before the
 last change of the link (``was``). The metadata is written before the link is made and removed after the link
-is gone: at any moment every link has its record here.
+is gone: at any moment every link has its record here. Of a link that is missing, the target and the mode are
+kept: the link may have been renamed, and turn up under its new name later.
 
 Several watchers may work on one folder. A watcher that made a link confirms the record afterwards, and a
 watcher that removes or overwrites a record first sees that there is no link; both do so under the index's
@@ -100,16 +101,22 @@ def confirm_link(store: Store, entry: Entry) -> bool:
         return _set_entry(txn, entry, entry.metadata, entry.created, pinned=True)
 
 
-def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
+def unbind_links(store: Store, entries: Iterable[Entry], *, missing: bool = False) -> None:
     """Remove the records of links that are gone. Entries stay pinned only if the user pinned them.
 
     The record of a link that is there stays.
+
+    Args:
+        missing: nothing is in the links' places: `find_bound` finds them again under other names.
     """
     with store.index.write() as txn:
         for entry in entries:
             if os.path.islink(entry.metadata["source"]["path"]):
                 continue
-            source = {key: value for key, value in entry.metadata["source"].items() if key not in _OWN_KEYS}
+            before = entry.metadata["source"]
+            source = {key: value for key, value in before.items() if key not in _OWN_KEYS}
+            if missing:
+                source |= {"was": before["link"], "mode": before["mode"]}
             _set_entry(
                 txn, entry, entry.metadata | {"source": source}, entry.created, pinned=was_pinned(entry)
             )
@@ -160,10 +167,9 @@ def find_bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
     names = [name] + [f"{prefix}/{ending}" if prefix else ending for ending in endings if ending]
     for one in names:
         entry = store.entry(one, expired=True)
-        if entry is not None and target_of(entry) is not None:
-            source = entry.metadata["source"]
-            if link in (source["link"], source.get("was")):
-                return entry
+        source = None if entry is None else entry.metadata.get("source")
+        if isinstance(source, dict) and link in (source.get("link"), source.get("was")):
+            return entry
     return None
 
 

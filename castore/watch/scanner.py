@@ -25,6 +25,9 @@ from castore.watch.task import Task
 
 #: Least seconds until a file that somebody writes to is scanned again, if the settling time is less.
 _BUSY_SECONDS = 0.1
+#: Seconds until the entry of a link that is missing is dropped. By then a renamed link was seen, for which
+#: watchdog may take half a second.
+_MISSING_SECONDS = 2.0
 #: Files that are replaced at a time; each is open meanwhile.
 _BATCH_FILES = 100
 
@@ -62,6 +65,7 @@ class Scanner:
 
     Attributes:
         touched: files that were changed or removed since the set was last emptied.
+        renamed: names of entries whose links were seen under other names since then.
         waits_for_mount: whether files are not replaced because the mount is gone.
 
     Raises:
@@ -76,6 +80,7 @@ class Scanner:
         self._conflicts: list[str] | None = []
         self._to_replace: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
+        self.renamed: set[str] = set()
         self.waits_for_mount = False
         replaces = self._options.replace
         self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
@@ -205,6 +210,8 @@ class Scanner:
             raise CastoreError(
                 f"the bytes of {entry.name!r} are not in the store any more; the link leads to nothing"
             )
+        if entry.name != name:
+            self.renamed.add(entry.name)
         if link != wanted:
             replace.relink(path, link, wanted)
             self._report(Event("relinked", path, name, entry.size))
@@ -214,8 +221,15 @@ class Scanner:
         self._adder.flush()
         self._replace()
 
-    def scan_missing(self, entries: Iterable[Entry]) -> None:
-        """Drop entries whose file is gone, with ``mirror``; without it, unpin those that had a link."""
+    def scan_missing(self, entries: Iterable[Entry], *, at_once: bool = False) -> None:
+        """Drop entries whose file is gone, with ``mirror``; without it, unpin those that had a link.
+
+        A link may have been renamed, and its new name be scanned later. So its entry is dropped by a second
+        look alone, if the new name was not seen.
+
+        Args:
+            at_once: drop entries that had a link, too.
+        """
         for entry in entries:
             if self._stop.is_set():
                 raise Stopped
@@ -226,12 +240,16 @@ class Scanner:
             if not _is_gone(path) or not self._folder.exists():
                 continue
             self.touched.add(path)
-            if self._options.mirror:
+            had_link = link_registry.target_of(entry) is not None
+            if self._options.mirror and (at_once or not had_link or entry.name in self.renamed):
                 if self._store.delete_unchanged(entry):
                     self._report(Event("dropped", path, entry.name, entry.size))
-            elif link_registry.target_of(entry) is not None:
-                link_registry.unbind_links(self._store, [entry])
-                self._report(Event("unpinned", path, entry.name, entry.size))
+            elif had_link:
+                link_registry.unbind_links(self._store, [entry], missing=True)
+                if self._options.mirror:
+                    self._schedule(path, _MISSING_SECONDS)
+                else:
+                    self._report(Event("unpinned", path, entry.name, entry.size))
 
     def _on_added(self, added: Added) -> None:
         path, entry, before = added
@@ -300,8 +318,8 @@ class Scanner:
         for path in conflicts:
             name = self._folder.name(path)
             above = (self._store.entry(name[:end]) for end, letter in enumerate(name) if letter == "/")
-            self.scan_missing(entry for entry in above if entry is not None)
-            self.scan_missing(self._store.entries(name))
+            self.scan_missing((entry for entry in above if entry is not None), at_once=True)
+            self.scan_missing(self._store.entries(name), at_once=True)
             self.scan(path)
         self.flush()
         self._conflicts = []

@@ -126,6 +126,7 @@ class Watcher:
         self._report_store_errors(self._scanner.scan_missing, self._own_entries())
         self._report_store_errors(self._scanner.rescan_conflicts)
         self._scanner.touched.clear()
+        self._scanner.renamed.clear()
         self._drop_stale(self._folder.has)
         self._link_monitor.check_all()
 
@@ -154,6 +155,7 @@ class Watcher:
         self._report_store_errors(self._scanner.rescan_conflicts)
         touched = self._scanner.touched.copy()
         self._scanner.touched.clear()
+        self._scanner.renamed.clear()
         if touched:
             for link in link_registry.copied_links(self._store, self._folder.prefix, touched):
                 self._events.put(link, 0)

@@ -21,6 +21,10 @@ from castore.watch.adder import Adder
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
 from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
+from castore.watch.reports import Event
+from castore.watch.restore import restore
+from castore.watch.scanner import Scanner, Stop
+from castore.watch.task import Task, WatchOptions
 from tests.helpers import flip, payload, text
 from tests.watch.conftest import Watch, make_file, real_bytes
 
@@ -268,6 +272,42 @@ def test_a_file_that_became_a_link_while_it_was_put_keeps_the_links_record(
     assert failed == [str(path)]
     link_registry.unpin_file(store, entry, str(path))
     assert bound(store).pinned
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_renamed_link_whose_old_name_is_scanned_first_keeps_its_bytes(
+    store: Store, folder: Path, mountpoint: Path, mirror: bool
+) -> None:
+    """Regression: the names of a rename could be due a moment apart, and the old one let the bytes go."""
+    mount, path = find_mount(store, "in"), make_file(folder, "a", b"bytes" * 100)
+    path.chmod(0o640)
+    with Snapshot(str(path)) as file:
+        replace.replace(
+            store, mount, [(file, put_as_watched(store, path))], lambda size: None, lambda *done: None
+        )
+    path.rename(folder / "b")
+    events: list[Event] = []
+    again: list[str] = []
+    shown = WatchedFolder(str(folder), "in", str(store.path))
+    task = Task(store, shown, WatchOptions(mirror=mirror, replace=True, settle=0.0), events.append)
+    scanner = Scanner(task, lambda path, seconds: again.append(path), Stop())
+    scanner.scan_missing(list(store.entries("in/a")))
+    assert store.get("in/a") == b"bytes" * 100
+    scanner.scan(str(folder / "b"))
+    scanner.flush()
+    entry = store.entry("in/b")
+    assert entry is not None
+    assert entry.pinned
+    assert os.readlink(folder / "b") == f"{mountpoint}/in/b"
+    assert again == ([str(path)] if mirror else [])
+    scanner.scan_missing(list(store.entries("in/a")))
+    assert [event.event for event in events] == (
+        ["relinked", "dropped"] if mirror else ["unpinned", "relinked"]
+    )
+    store.gc(max_size=0, grace=0)
+    assert (folder / "b").read_bytes() == b"bytes" * 100
+    restore(store, str(folder / "b"), entry, lambda size: None)
+    assert (folder / "b").stat().st_mode & 0o777 == 0o640
 
 
 def put_as_watched(store: Store, path: Path) -> Entry:
