@@ -105,6 +105,7 @@ PLACES = (
     _fixed("locks/compute", is_written=True),
     _fixed("locks/datasets", is_written=True),
     _fixed("locks/embeddings", is_written=True),
+    _fixed("locks/remotes", is_written=True),
     _fixed("locks/fetcher", is_written=True),
     _fixed("locks/fetcher.sock", Kind.SOCKET),
     Place("locks/mount-H.json", "locks/mount-[0-9a-f]{16}\\.json"),

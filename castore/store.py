@@ -1172,8 +1172,8 @@ class Store:
 
         Raises:
             NotFoundError: there is no such remote.
-            ConflictError, CorruptError, FullError, InvalidNameError, InvalidValueError, RemoteError: as for
-                `Remote.pull`.
+            ConflictError, CorruptError, FullError, InvalidNameError, InvalidValueError: as for `Remote.pull`.
+            NameConflictError, RemoteError: as for `Remote.pull`.
         """
         return self.remote(remote).pull(
             ref, commit=commit, prefix=prefix, below=below, replace=replace, lazy=lazy, progress=progress

@@ -4,14 +4,15 @@ A push moves the ref first and keeps the base afterwards, and may be killed betw
 whether the storage moved the ref. So it notes the next base, with its commit, before it moves the ref. A
 later call that finds this commit in the history of the ref counts the base as valid.
 
-A pull names first and keeps the base afterwards, too. So it notes the commit's tree before it names anything.
-A later call counts a name that is as that tree has it as agreed on, for the pull may have brought it. Without
-this, a name that the ref has changed once more would be a conflict of the store with an interrupted pull.
+A pull names first and keeps the base afterwards, too. So it notes the commit's tree, and the names before and
+after each transaction. A later call counts these names as agreed on. Without this, a name that the ref has
+changed once more would be a conflict of the store with an interrupted pull.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from castore.errors import CorruptError, RemoteMissingError
@@ -20,7 +21,8 @@ from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Difference, agree, compare, open_base
 from castore.remote.page_cache import PageCache
-from castore.remote.remotes import BegunPull, PendingBase, Remotes
+from castore.remote.pages import Row
+from castore.remote.remotes import BegunPull, PendingBase, Remotes, mark_of
 from castore.remote.tree import Tree
 
 
@@ -38,18 +40,10 @@ class Base:
         self._remotes = remotes
         self._where = remote, ref, below
         self._pending: list[PendingBase] = []
-        self._begun: list[BegunPull] = []
         self._found: bytes | None = None
+        self._settled: bytes | None = None
 
-    def tree(
-        self,
-        bucket: Bucket,
-        newest: bytes | None,
-        parts: Parts,
-        pages: PageCache,
-        head: Tree | None,
-        prefix: str,
-    ) -> Tree | None:
+    def tree(self, bucket: Bucket, newest: bytes | None, parts: Parts, pages: PageCache) -> Tree | None:
         """The base, or None: there is none, or some of its pages are lost. Differences are then conflicts.
 
         Args:
@@ -57,35 +51,32 @@ class Base:
             newest: the ref's newest commit; None if there is no such ref.
             parts: of the store.
             pages: of the base.
-            head, prefix: the names that the call compares with the store's, and the part that counts.
         """
-        self._found = self._root(bucket, newest)
+        self._found, self._settled = self._root(bucket, newest), None
         base = open_base(self._found, pages)
-        begun = self._remotes.begun_pulls(*self._where)
-        self._begun = [one for one in begun if one.replaces == self._found]
-        for one in self._begun:
-            # Names that are as the ref has them now need no base.
-            is_inside = prefix in ("", one.prefix) or one.prefix.startswith(prefix + "/")
-            if head is None or one.tree != head.root or not is_inside:
-                base = self._with_names_of(one, base, parts, pages)
+        begun = self._remotes.begun_pull(*self._where)
+        if begun is None or begun.replaces != self._found:
+            return base
+        with suppress(CorruptError, RemoteMissingError):  # of a commit that was collected
+            base = self._with_names_of(begun, base, parts, pages)
+            self._settled = base.root
         return base
 
-    def _with_names_of(
-        self, begun: BegunPull, base: Tree | None, parts: Parts, pages: PageCache
-    ) -> Tree | None:
-        """The base with the names that a pull may have brought."""
+    def _with_names_of(self, begun: BegunPull, base: Tree | None, parts: Parts, pages: PageCache) -> Tree:
+        """The base with the names that an interrupted pull has brought."""
         below = self._where[2]
         names = f"{below}/{begun.prefix}" if below and begun.prefix else below or begun.prefix
         ours = parts.index.entries(names, time.time(), damaged=False)
         theirs = Tree(begun.tree, pages.read, pages.expect)
-        try:
-            agreed = [
-                (compared.theirs.name, compared.theirs)
-                for compared in compare(ours, theirs, None, begun.prefix, below)
-                if compared.theirs is not None and compared.difference is Difference.NONE
-            ]
-        except (CorruptError, RemoteMissingError):  # of a commit that was collected
-            return base
+        agreed: list[tuple[str, Row]] = []
+        for compared in compare(ours, theirs, None, begun.prefix, below):
+            row = compared.theirs
+            if row is None:
+                continue
+            mark = mark_of(row.name)
+            # The pull may have been killed within a transaction.
+            if mark in begun.came or (mark in begun.coming and compared.difference is Difference.NONE):
+                agreed.append((row.name, row))
         return Tree(agree(base, agreed, pages.read, pages.keep), pages.read, pages.expect)
 
     def _root(self, bucket: Bucket, newest: bytes | None) -> bytes | None:
@@ -122,17 +113,26 @@ class Base:
         self._pending.append(PendingBase(commit, parent, kept, root))
         self._remotes.set_pending(*self._where, self._pending)
 
-    def note_pull(self, tree: bytes, prefix: str) -> None:
+    def begin_pull(self, tree: bytes, prefix: str, agreed: Sequence[str]) -> None:
         """Note that a pull is about to bring names. Comes before the first of them.
 
         Args:
             tree: root of the commit's tree.
             prefix: the names are at and below it.
+            agreed: names that the store has already as the tree has them, and the base has not.
         """
-        begun = BegunPull(self._found, tree, prefix)
-        if begun not in self._begun:
-            self._begun.append(begun)
-            self._remotes.set_begun_pulls(*self._where, self._begun)
+        if self._settled is not None:  # what an earlier pull has brought stays agreed on
+            self._remotes.set_base(*self._where, self._settled)
+            self._found, self._settled = self._settled, None
+            self._pending = [one._replace(replaces=self._found) for one in self._pending]
+            if self._pending:
+                self._remotes.set_pending(*self._where, self._pending)
+        self._remotes.begin_pull(*self._where, BegunPull(self._found, tree, prefix))
+        self.note_names(agreed, came=True)
+
+    def note_names(self, names: Iterable[str], *, came: bool) -> None:
+        """Note names, as the tree has them, that the pull has brought or is about to bring."""
+        self._remotes.note_names(*self._where, names, came=came)
 
     def keep(self, root: bytes | None) -> None:
         """Keep the next base: the store and the ref agree on it. None keeps the present one."""

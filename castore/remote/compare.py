@@ -27,8 +27,8 @@ from castore.write.arguments import dump_metadata
 # Keys of the record of a file that was copied: `castore add` writes the first four, and `castore watch
 # --replace` adds those of its link.
 _OF_FILE = frozenset(("path", "size", "mtime_ns", "through", "link", "was", "mode", "pinned"))
-# Digest, serializer and metadata.
-_Content = tuple[bytes, str, str | None]
+#: Digest, serializer and metadata.
+Content = tuple[bytes, str, str | None]
 
 
 class Difference(Enum):
@@ -61,7 +61,7 @@ class Compared(NamedTuple):
 
         Bytes, serializer and metadata count. The record of the file that was copied does not.
         """
-        ours = None if self.ours is None else _of_entry(self.ours)
+        ours = None if self.ours is None else content_of(self.ours)
         theirs, base = _of_row(self.theirs), _of_row(self.base)
         if _is_same(ours, theirs):
             return Difference.NONE
@@ -120,15 +120,16 @@ def _named(tree: Tree, prefix: str, start: str, side: int) -> Iterator[tuple[str
     return ((start + row.name, side, row) for row in tree.rows(prefix))
 
 
-def _of_entry(entry: Entry) -> _Content:
+def content_of(entry: Entry) -> Content:
+    """The facts of an entry that count when sides are compared."""
     return bytes.fromhex(entry.digest), entry.serializer, dump_metadata(entry.metadata)
 
 
-def _of_row(row: Row | None) -> _Content | None:
+def _of_row(row: Row | None) -> Content | None:
     return None if row is None else (row.digest, row.serializer, row.metadata)
 
 
-def _is_same(one: _Content | None, other: _Content | None) -> bool:
+def _is_same(one: Content | None, other: Content | None) -> bool:
     if one is None or other is None or one == other:
         return one == other
     # JSON is parsed for the few names whose metadata differ.

@@ -129,7 +129,11 @@ class BlobFetcher:
                 if not pending:
                     return
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
+                if any(map(_has_failed, done)):
+                    # The requests under way end first: what they bring need not travel again.
+                    started = {future for future in pending if not future.cancel()}
+                    done, pending = done | wait(started).done, set()
+                for future in sorted(done, key=_has_failed):
                     yield from future.result()
         finally:
             for future in pending:
@@ -305,6 +309,10 @@ class BlobFetcher:
             digest=row.digest.hex(),
             where=key,
         )
+
+
+def _has_failed(future: Future[list[tuple[Row, Staged]]]) -> bool:
+    return future.exception() is not None
 
 
 def _ends(place: Place) -> list[int]:

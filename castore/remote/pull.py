@@ -9,21 +9,31 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-from castore.errors import ConflictError, CorruptError, FullError, RemoteError, RemoteMissingError
+from castore.errors import (
+    ConflictError,
+    CorruptError,
+    FullError,
+    NameConflictError,
+    RemoteError,
+    RemoteMissingError,
+)
 from castore.index import places
 from castore.index.lock_yield import LockYield
 from castore.index.places import RemotePlace
-from castore.names import check_name
+from castore.index.transaction import Write
+from castore.names import FilesAbove, check_name
 from castore.parts import Parts
-from castore.records import LOOSE, Blob, EntrySpec
+from castore.records import LOOSE, LOST, Blob, EntrySpec
 from castore.remote import commits
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
-from castore.remote.compare import Difference, agree, compare, list_names
+from castore.remote.compare import Compared, Content, Difference, agree, compare, content_of, list_names
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
 from castore.remote.kept_bytes import drop_parts
 from castore.remote.outcomes import Progress, Pulled
@@ -37,15 +47,28 @@ from castore.write.staging import KnownBlob, Staged
 # Names committed together, without bytes and with them, and digests looked up together. In a large index each
 # digest of a commit is on a page of its own, so fewer and larger commits write far fewer pages.
 _NAMES, _COMMIT = 10_000, 1000
+# Seconds after which what has come is committed in any case.
+_COMMIT_SECONDS = 1.0
 _DIGESTS = 500
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 
 
 class _Plan(NamedTuple):
-    """The names that a pull changes in the store, in order, and those that are equal already."""
+    """The names that a pull changes in the store, in order, and those that are equal already.
+
+    Attributes:
+        rows: each with its name in the store.
+        before: what the store has under these names; none for new ones.
+        agreed: rows of names that are equal.
+        new_agreed: of these, the names that the base has otherwise or not.
+        dropped: names of the store that the ref has lost, and that its files or folders take the place of.
+    """
 
     rows: list[tuple[str, Row]]
+    before: dict[str, Content]
     agreed: list[Row]
+    new_agreed: list[str]
+    dropped: dict[str, Content]
     is_all: bool  # the base is the commit's tree: nothing of the one before it has to be kept
     added: int
     changed: int
@@ -118,6 +141,7 @@ def pull(
 
     Raises:
         ConflictError: names have changed both here and in the commit since ``base``.
+        NameConflictError: a name would be a file and a folder.
         CorruptError: the remote's bytes are not what they should be.
         RemoteError: the remote cannot be used.
         FullError: they do not fit into the budget.
@@ -126,26 +150,38 @@ def pull(
     commit = find_commit(bucket, ref, start)
     tree = Tree(pages.commit(commit).tree, pages.read, pages.expect)
     newest = commit if start is None else find_commit(bucket, ref, None)
-    before = base.tree(bucket, newest, parts, pages, tree, prefix)
+    before = base.tree(bucket, newest, parts, pages)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)
     plan = _plan(parts, tree, before, prefix, below, replace, ref)
-    if plan.rows:
-        base.note_pull(tree.root, prefix)
+    if plan.rows or plan.new_agreed:
+        base.begin_pull(tree.root, prefix, plan.new_agreed)
+    naming = _Naming(parts, base, plan.before)
+    naming.drop(plan.dropped)
     if lazy is None:
         try:
-            fetched = _Fetch(parts, bucket, pool, progress).fetch(plan)
+            fetched = _Fetch(parts, bucket, pool, naming, progress).fetch(plan)
         except RemoteMissingError as error:
             raise RemoteMissingError(
                 f"{error}; `castore remote check` says which names need it, and with --repair uploads it"
                 " again from a store that has their bytes; a lazy pull brings the other names"
             ) from error
     else:
-        _name(parts, bucket, lazy, plan, progress)
+        _name(parts, bucket, lazy, plan, naming, progress)
         fetched = 0
-    agreed = sorted([*plan.agreed, *(row for _, row in plan.rows)])
-    named = ((row.name, row) for row in agreed)
-    base.keep(tree.root if plan.is_all else agree(before, named, pages.read, pages.keep))
+    left = naming.left_out
+    agreed = sorted([*plan.agreed, *(row for name, row in plan.rows if name not in left)])
+    named: list[tuple[str, Row | None]] = [(row.name, row) for row in agreed]
+    named += [(name[len(below) + 1 if below else 0 :], None) for name in plan.dropped]
+    named.sort(key=itemgetter(0))
+    is_all = plan.is_all and not left
+    base.keep(tree.root if is_all else agree(before, named, pages.read, pages.keep))
+    if left:
+        raise ConflictError(
+            f"{list_names(sorted(left))} changed here while ref {ref!r} was pulled, and stay as they are;"
+            " the others have come; pull again to compare",
+            names=tuple(sorted(left)),
+        )
     return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched, plan.expired)
 
 
@@ -172,14 +208,20 @@ def _plan(
     start, now = f"{below}/" if below else "", time.time()
     ours = parts.index.entries(start + prefix if prefix else below, now, damaged=False)
     rows: list[tuple[str, Row]] = []
+    there: dict[str, Content] = {}
     agreed: list[Row] = []
+    new_agreed: list[str] = []
+    above, nested = FilesAbove(), list[tuple[str, str]]()
     conflicts: list[str] = []
     added = changed = unchanged = expired = 0
     is_all = not prefix
     for compared in compare(ours, tree, base, prefix, below):
         name, entry, row, _ = compared
         difference = compared.difference
-        if row is not None and row.expires is not None and row.expires <= now:
+        lives = row is not None and (row.expires is None or row.expires > now)
+        if (lives or entry is not None) and (file := above.find(name)) is not None:
+            nested.append((file, name))
+        if row is not None and not lives:
             expired += 1
             continue
         if row is None:
@@ -191,6 +233,7 @@ def _plan(
             added += 1
         elif difference is Difference.THEIRS or (replace and difference is not Difference.NONE):
             rows.append((name, row))
+            there[name] = content_of(entry)
             changed += 1
         elif difference is Difference.BOTH:
             conflicts.append(name)
@@ -198,22 +241,131 @@ def _plan(
             unchanged += 1
             if difference is Difference.NONE:
                 agreed.append(row)
+                if compared.base != row:
+                    new_agreed.append(row.name)
     if prefix and not (rows or unchanged or conflicts):
-        lives = " that has not expired" if expired else ""
-        raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}{lives}")
+        living = " that has not expired" if expired else ""
+        raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}{living}")
     if conflicts:
         raise ConflictError(
             f"{list_names(conflicts)} changed both here and in ref {ref!r}; pull with --replace to take the"
             " ref's bytes, or --as another folder",
             names=tuple(conflicts),
         )
-    return _Plan(rows, agreed, is_all, added, changed, unchanged, expired)
+    dropped = _make_way(parts, nested, tree, base, len(start), replace, ref)
+    return _Plan(rows, there, agreed, new_agreed, dropped, is_all, added, changed, unchanged, expired)
+
+
+def _make_way(
+    parts: Parts,
+    nested: list[tuple[str, str]],
+    tree: Tree,
+    base: Tree | None,
+    skip: int,
+    replace: bool,
+    ref: str,
+) -> dict[str, Content]:
+    """The names of the store that go, because the ref has files in the place of their folders, or folders in
+    the place of these files. They go if the ref has lost them and the store has not changed them.
+
+    Args:
+        nested: a file, and a name inside it, of the store or of the ref.
+        skip: characters of the store's names before those of the trees.
+
+    Raises:
+        NameConflictError: some are the store's own.
+    """
+    dropped: dict[str, Content] = {}
+    own: list[str] = []
+    for name in dict.fromkeys(name for pair in nested for name in pair):
+        entry, row = parts.index.entry(name), tree.find(name[skip:])
+        if entry is None or (row is not None and (row.expires is None or row.expires > time.time())):
+            continue
+        before = None if base is None else base.find(name[skip:])
+        if replace or Compared(name, entry, None, before).difference is Difference.THEIRS:
+            dropped[name] = content_of(entry)
+        else:
+            own.append(name)
+    if own:
+        file, name = next(pair for pair in nested if not set(own).isdisjoint(pair))
+        raise NameConflictError(
+            f"with the names of ref {ref!r}, {name!r} would lie inside {file!r}, and a name is a file or a"
+            f" folder: remove or rename {list_names(own)} here, give --replace (replace=True) to drop what"
+            " is in the way, or pull --as another folder"
+        )
+    return dropped
 
 
 # Naming
 
 
-def _name(parts: Parts, bucket: Bucket, remote: str, plan: _Plan, progress: Progress) -> None:
+class _Naming:
+    """Guards names that somebody changes here while they are pulled, and notes those that have come.
+
+    Args:
+        parts: of the store.
+        base: of the ref.
+        before: what the store had under the names that are pulled, when the pull began.
+
+    Attributes:
+        left_out: names that were changed here meanwhile.
+    """
+
+    def __init__(self, parts: Parts, base: Base, before: dict[str, Content]) -> None:
+        self._index = parts.index
+        self._base = base
+        self._before = before
+        self.left_out: set[str] = set()
+
+    def leave_out(self, rows: list[tuple[str, Row]]) -> set[str]:
+        """The names whose entries are others than when the pull began. Call it within the transaction.
+
+        Names that are gone do not count: a cache evicts.
+        """
+        now = time.time()
+        found = self._index.find_many([name for name, _ in rows])
+        changed = set()
+        for name, row in rows:
+            there = found.get(name)
+            if (
+                there is None
+                or there.blob.pack == LOST
+                or (there.expires is not None and there.expires <= now)
+            ):
+                continue
+            before = self._before.get(name)
+            digest = there.blob.digest
+            is_other = before is None or digest != before[0]
+            if not is_other:  # the metadata may be
+                entry = self._index.entry(name)
+                is_other = entry is not None and content_of(entry) != before
+            if is_other and digest != row.digest:
+                changed.add(name)
+        self.left_out |= changed
+        return changed
+
+    def drop(self, names: dict[str, Content]) -> None:
+        """Drop names that are in the way, if the store has them still as the plan has seen them."""
+        if not names:
+            return
+        with self._index.write() as txn:
+            for name, content in names.items():
+                entry = self._index.entry(name)
+                if entry is not None and content_of(entry) == content:
+                    txn.delete_entry(name)
+
+    def coming(self, rows: Iterable[tuple[str, Row]]) -> None:
+        """Note rows that are about to be named."""
+        self._base.note_names((row.name for _, row in rows), came=False)
+
+    def came(self, rows: Iterable[tuple[str, Row]]) -> None:
+        """Note rows that were named."""
+        self._base.note_names((row.name for name, row in rows if name not in self.left_out), came=True)
+
+
+def _name(
+    parts: Parts, bucket: Bucket, remote: str, plan: _Plan, naming: _Naming, progress: Progress
+) -> None:
     """Have all rows' names in the store, and where their blobs are."""
     for _, row in plan.rows:
         refuse_pickle(row, bucket)
@@ -221,10 +373,15 @@ def _name(parts: Parts, bucket: Bucket, remote: str, plan: _Plan, progress: Prog
     lock_yield = LockYield()
     for start in range(0, len(plan.rows), _NAMES):
         some = plan.rows[start : start + _NAMES]
-        specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in some]
+        naming.coming(some)
         with parts.index.write() as txn:
-            placed = places.record(txn, [_remote_place(remote, row) for _, row in some])
-            txn.set_entries(specs, placed, time.time())
+            changed = naming.leave_out(some)
+            named = [(name, row) for name, row in some if name not in changed]
+            specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in named]
+            if specs:
+                placed = places.record(txn, [_remote_place(remote, row) for _, row in named])
+                txn.set_entries(specs, placed, time.time())
+        naming.came(named)
         done += len(some)
         progress(done, len(plan.rows))
         lock_yield.pause_if_due()
@@ -251,11 +408,15 @@ def _remote_place(remote: str, row: Row) -> RemotePlace:
 class _Fetch:
     """Fetches the blobs of rows, and commits their names as they come."""
 
-    def __init__(self, parts: Parts, bucket: Bucket, pool: Executor, progress: Progress) -> None:
+    def __init__(
+        self, parts: Parts, bucket: Bucket, pool: Executor, naming: _Naming, progress: Progress
+    ) -> None:
         self._parts = parts
+        self._naming = naming
         self._bucket = bucket
         self._progress = progress
         self._blobs = BlobFetcher(parts, bucket, pool)
+        self._committed = time.monotonic()
 
     def fetch(self, plan: _Plan) -> int:
         """Have all rows' blobs and names in the store; returns the bytes that came."""
@@ -275,20 +436,30 @@ class _Fetch:
         uncommitted = 0
         with ExitStack() as undo, closing(self._blobs.staged(wanted)) as coming:
             undo.callback(lambda: _discard(staged))
-            for row, item in coming:
-                first, *others = names[row.digest]
-                staged.append((first, item))
-                known_by_then = KnownBlob(Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0))
-                staged += [(other, known_by_then) for other in others]
-                done += row.place.stored
-                uncommitted += row.place.stored
-                self._progress(done, total)
-                if len(staged) >= _COMMIT or uncommitted > 4 * REQUEST_BYTES:
-                    ready, staged, uncommitted = staged, [], 0
-                    self._commit(ready)
+            try:
+                for row, item in coming:
+                    first, *others = names[row.digest]
+                    staged.append((first, item))
+                    known_by_then = KnownBlob(Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0))
+                    staged += [(other, known_by_then) for other in others]
+                    done += row.place.stored
+                    uncommitted += row.place.stored
+                    self._progress(done, total)
+                    if len(staged) >= _COMMIT or uncommitted > 4 * REQUEST_BYTES or self._is_due():
+                        ready, staged, uncommitted = staged, [], 0
+                        self._commit(ready)
+                        self._committed = time.monotonic()
+            except (RemoteError, CorruptError):
+                ready, staged = staged, []
+                self._commit(ready)  # what has come need not travel again
+                raise
             self._commit(staged)
         drop_parts(self._parts.index, self._blobs.in_parts)
         return self._blobs.fetched
+
+    def _is_due(self) -> bool:
+        """Whether what has come must be committed: over a slow link, a pull that is ended loses little."""
+        return time.monotonic() - self._committed > _COMMIT_SECONDS
 
     def _restore(self, rows: list[Row]) -> None:
         """Have the bytes of names that the store has already: those that are away."""
@@ -302,9 +473,11 @@ class _Fetch:
                 batch.append(item)
                 done += row.place.stored
                 self._progress(done, total)
-                if len(batch) >= _COMMIT or sum(item.stored for item in batch) > 4 * REQUEST_BYTES:
+                size = sum(item.stored for item in batch)
+                if len(batch) >= _COMMIT or size > 4 * REQUEST_BYTES or self._is_due():
                     ready, batch = batch, []
                     self._parts.writer.restore(ready)
+                    self._committed = time.monotonic()
             self._parts.writer.restore(batch)
 
     def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
@@ -318,16 +491,26 @@ class _Fetch:
     def _commit(self, staged: list[tuple[tuple[str, Row], Staged]]) -> None:
         for start in range(0, len(staged), _COMMIT):
             part = staged[start : start + _COMMIT]
+            rows = [pair for pair, _ in part]
             specs = [
                 (EntrySpec(name, row.serializer, row.metadata, row.expires, False), item)
                 for (name, row), item in part
             ]
+
+            def leave_out(_: Write, rows: list[tuple[str, Row]] = rows, specs: list[Any] = specs) -> None:
+                changed = self._naming.leave_out(rows)
+                specs[:] = [pair for pair in specs if pair[0].name not in changed]
+
+            self._naming.coming(rows)
             try:
-                self._parts.writer.commit(specs)
+                self._parts.writer.commit(specs, leave_out)
             except Vanished as error:
                 raise RemoteError(
                     f"gc removed blobs of {self._parts.path} while this pull named them; pull again"
                 ) from error
+            finally:
+                _discard(part)
+            self._naming.came(rows)
 
 
 def _discard(staged: list[tuple[tuple[str, Row], Staged]]) -> None:

@@ -116,7 +116,7 @@ def push(
         head = None if seen is None else pages.commit(seen.commit)
         tree = None if head is None else Tree(head.tree, pages.read, pages.expect)
         parent = None if seen is None else seen.commit
-        agreed = base.tree(bucket, parent, parts, pages, tree, prefix)
+        agreed = base.tree(bucket, parent, parts, pages)
         # A ref that is gone has lost its names; nobody has removed them.
         before = None if seen is None else agreed
         plan = choose(tree, before)

@@ -180,6 +180,8 @@ class Remote:
 
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
+            NameConflictError: a name would be a file of the store and a folder of the ref, or the other way
+                round.
             RemoteMissingError: there is no such ref, commit or prefix.
             CorruptError: the commit is damaged, or a page of its tree is.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ _MAX_BYTES = 65_536
 # The newest notes of one kind that are kept.
 _NOTES = 50
 _PENDING_SUFFIX, _PULLING_SUFFIX = ".pending", ".pulling"
+# Bytes that stand for a name, and the head of a record of them: whether the store has got them, and how many.
+_MARK, _RECORD = 8, struct.Struct("<?I")
 
 
 class RemoteSettings(NamedTuple):
@@ -90,11 +93,20 @@ class BegunPull(NamedTuple):
             note means nothing.
         tree: root of the commit's tree.
         prefix: the names are at and below it.
+        came: marks of the names that the store has got.
+        coming: marks of names that it may have got.
     """
 
     replaces: bytes | None
     tree: bytes
     prefix: str
+    came: frozenset[bytes] = frozenset()
+    coming: frozenset[bytes] = frozenset()
+
+
+def mark_of(name: str) -> bytes:
+    """The bytes that stand for a name in the note of a pull."""
+    return blake3(name.encode()).digest(_MARK)
 
 
 class Remotes:
@@ -227,15 +239,23 @@ class Remotes:
         path = _beside(self._base_path(name, ref, below), _PENDING_SUFFIX)
         self._write(path, json.dumps(fields) + "\n")
 
-    def begun_pulls(self, name: str, ref: str, below: str) -> list[BegunPull]:
-        """The pulls that have begun to bring names since the base was kept, oldest first."""
-        return _parse_begun(_read(_beside(self._base_path(name, ref, below), _PULLING_SUFFIX)))
+    def begun_pull(self, name: str, ref: str, below: str) -> BegunPull | None:
+        """The pull that has begun to bring names since the base was kept; None if all have ended."""
+        return _parse_begun(_beside(self._base_path(name, ref, below), _PULLING_SUFFIX))
 
-    def set_begun_pulls(self, name: str, ref: str, below: str, begun: Sequence[BegunPull]) -> None:
-        """Note pulls that have begun."""
-        fields = [[_hex(one.replaces), one.tree.hex(), one.prefix] for one in begun[-_NOTES:]]
+    def begin_pull(self, name: str, ref: str, below: str, begun: BegunPull) -> None:
+        """Note a pull that is about to begin, without names."""
+        fields = [_hex(begun.replaces), begun.tree.hex(), begun.prefix]
         path = _beside(self._base_path(name, ref, below), _PULLING_SUFFIX)
         self._write(path, json.dumps(fields) + "\n")
+
+    def note_names(self, name: str, ref: str, below: str, names: Iterable[str], *, came: bool) -> None:
+        """Note names that the store has got by the pull that has begun, or is about to get."""
+        marks = b"".join(map(mark_of, names))
+        path = _beside(self._base_path(name, ref, below), _PULLING_SUFFIX)
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(fd, "ab", buffering=0) as file:
+            file.write(_RECORD.pack(came, len(marks) // _MARK) + marks)
 
     def roots(self) -> list[bytes]:
         """The roots of all bases, pending ones too, of the commits that mounts have shown last, and of those
@@ -251,7 +271,8 @@ class Remotes:
                 elif kind.endswith(_PENDING_SUFFIX):
                     found += [one.root for one in _parse_pending(_read(path))]
                 elif kind.endswith(_PULLING_SUFFIX):
-                    found += [one.tree for one in _parse_begun(_read(path))]
+                    begun = _parse_begun(path)
+                    found += [] if begun is None else [begun.tree]
                 elif mark:
                     base = _digest(_read(path))
                     found += [] if base is None else [base]
@@ -333,16 +354,26 @@ def _parse_pending(text: str | None) -> list[PendingBase]:
     return found
 
 
-def _parse_begun(text: str | None) -> list[BegunPull]:
-    found: list[BegunPull] = []
+def _parse_begun(path: Path) -> BegunPull | None:
     try:
-        for replaces, tree, prefix in json.loads(text or "[]"):
-            root = _digest(tree)
-            if root is not None:
-                found.append(BegunPull(_digest(replaces), root, _text(prefix)))
-    except (ValueError, TypeError, RecursionError):
-        return []
-    return found
+        with open(open_regular(path), "rb") as file:
+            head, _, data = file.read().partition(b"\n")
+        replaces, tree, prefix = json.loads(head)
+        root = _digest(tree)
+        if root is None:
+            return None
+        begun = BegunPull(_digest(replaces), root, _text(prefix))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, RecursionError):
+        return None
+    marks: tuple[list[bytes], list[bytes]] = ([], [])
+    at = 0
+    while at + _RECORD.size <= len(data):  # the last record may be cut
+        came, count = _RECORD.unpack_from(data, at)
+        at += _RECORD.size
+        some = data[at : at + count * _MARK]
+        at += count * _MARK
+        marks[came].extend(some[start : start + _MARK] for start in range(0, len(some) - _MARK + 1, _MARK))
+    return begun._replace(came=frozenset(marks[1]), coming=frozenset(marks[0]))
 
 
 def _bound(value: Any) -> int | None:

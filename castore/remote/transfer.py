@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from castore.remote.remotes import Remotes
 from castore.remote.retries import ENDED
 from castore.remote.tree import Tree, difference
 from castore.system.ballast import full_disk_error
+from castore.system.single_flight import ComputeLocks
 
 #: Requests under way at once.
 _THREADS = 16
@@ -54,6 +56,11 @@ class _Call:
         self.parts, self.bucket, self.pool = parts, bucket, pool
         self.remotes = Remotes(parts.path, parts.settings)
         self.pages = PageCache(parts.path, bucket, pool, mode, read_only=parts.read_only)
+
+    def _alone(self, remote: str, ref: str) -> AbstractContextManager[None]:
+        """One push or pull of a ref at a time: each begins with a base, and ends with the next one."""
+        locks = ComputeLocks(self.parts.path / "locks" / "remotes", self.parts.settings.file_mode)
+        return locks.hold(f"{remote} {ref}")
 
     def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
         """Make the place a remote and try it out; returns what may surprise."""
@@ -75,18 +82,19 @@ class _Call:
 
         distrusted = set(map(bytes.fromhex, bad))
         self.pages.restore(distrusted)
-        return push(
-            self.parts,
-            self.bucket,
-            self.pages,
-            self.pool,
-            remote=remote,
-            ref=ref,
-            base=Base(self.remotes, remote, ref),
-            bad=distrusted,
-            progress=_Progress(),
-            **options,
-        )._asdict()
+        with self._alone(remote, ref):
+            return push(
+                self.parts,
+                self.bucket,
+                self.pages,
+                self.pool,
+                remote=remote,
+                ref=ref,
+                base=Base(self.remotes, remote, ref),
+                bad=distrusted,
+                progress=_Progress(),
+                **options,
+            )._asdict()
 
     def gc(
         self, keep_commits: int | None, grace: float, unused: float | None, dry_run: bool
@@ -122,18 +130,19 @@ class _Call:
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
             BackgroundWork().submit(partial(FetcherClient(self.parts.path).prepare, remote))
-        return pull(
-            self.parts,
-            self.bucket,
-            self.pages,
-            self.pool,
-            ref=ref,
-            below=below,
-            lazy=remote if lazy else None,
-            base=Base(self.remotes, remote, ref, below),
-            progress=_Progress(),
-            **options,
-        )._asdict()
+        with self._alone(remote, ref):
+            return pull(
+                self.parts,
+                self.bucket,
+                self.pages,
+                self.pool,
+                ref=ref,
+                below=below,
+                lazy=remote if lazy else None,
+                base=Base(self.remotes, remote, ref, below),
+                progress=_Progress(),
+                **options,
+            )._asdict()
 
     def forget(self, keys: list[str]) -> list[bool]:
         from castore.remote.keys import result_key

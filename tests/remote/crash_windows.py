@@ -790,7 +790,7 @@ WINDOWS = [
     ),
     *_of(
         "Pull",
-        ("after the pull is noted, before the first blobs", _pulling, after(Remotes, "set_begun_pulls"),
+        ("after the pull is noted, before the first blobs", _pulling, after(Remotes, "begin_pull"),
         _has_begun, NOTHING),
         ("while it fetches the first blobs", _pulling, after(page_cache, "create_temporary"),
         _in("two", _temporary_files), NOTHING),

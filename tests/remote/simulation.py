@@ -20,7 +20,7 @@ from castore.remote import commits
 from castore.remote.bucket import Listed, Versioned
 from castore.remote.collection_state import STATE, cut_key
 from castore.remote.keys import REFS, SETTINGS, commit_key, object_key, page_key
-from castore.remote.remotes import BegunPull, PendingBase, Remotes
+from castore.remote.remotes import BegunPull, PendingBase, Remotes, mark_of
 from castore.remote.tree import Tree
 
 
@@ -276,7 +276,7 @@ class MemoryRemotes(Remotes):
     def __init__(self) -> None:
         self._roots: dict[str, bytes] = {}
         self._notes: dict[str, list[PendingBase]] = {}
-        self._begun: dict[str, list[BegunPull]] = {}
+        self._begun: dict[str, BegunPull] = {}
 
     def base(self, name: str, ref: str, below: str) -> bytes | None:
         return self._roots.get(ref)
@@ -292,11 +292,16 @@ class MemoryRemotes(Remotes):
     def set_pending(self, name: str, ref: str, below: str, pending: Sequence[PendingBase]) -> None:
         self._notes[ref] = list(pending)
 
-    def begun_pulls(self, name: str, ref: str, below: str) -> list[BegunPull]:
-        return self._begun.get(ref, [])
+    def begun_pull(self, name: str, ref: str, below: str) -> BegunPull | None:
+        return self._begun.get(ref)
 
-    def set_begun_pulls(self, name: str, ref: str, below: str, begun: Sequence[BegunPull]) -> None:
-        self._begun[ref] = list(begun)
+    def begin_pull(self, name: str, ref: str, below: str, begun: BegunPull) -> None:
+        self._begun[ref] = begun
+
+    def note_names(self, name: str, ref: str, below: str, names: Iterable[str], *, came: bool) -> None:
+        begun, marks = self._begun[ref], frozenset(map(mark_of, names))
+        kind = "came" if came else "coming"
+        self._begun[ref] = begun._replace(**{kind: getattr(begun, kind) | marks})
 
 
 class Quiet(MemoryBucket):

@@ -430,7 +430,7 @@ def test_what_has_expired_meanwhile_is_not_pulled(node: MakeNode, monkeypatch: p
     one.store.put("long", b"2", ttl="1d")
     assert one.push().added == 2
     later = time.time() + 7200
-    monkeypatch.setattr(pulling, "time", SimpleNamespace(time=lambda: later))
+    monkeypatch.setattr(pulling, "time", SimpleNamespace(time=lambda: later, monotonic=time.monotonic))
     pulled = two.pull()
     assert (pulled.added, pulled.expired) == (1, 1)
     with pytest.raises(RemoteMissingError, match="no name at or below 'short' that has not expired"):
