@@ -257,7 +257,7 @@ def _counts(parts: Parts) -> list[Diagnosis]:
 
 def _lost(parts: Parts) -> list[Diagnosis]:
     blobs, entries = lost_blobs(parts.index)
-    if not blobs:
+    if not entries:  # gc removes the rows of blobs without names
         return []
     advice = "`castore verify --repair` drops those entries; putting the same bytes again heals them"
     return [Diagnosis(f"{blobs} blobs of {entries} entries are lost: damaged or missing", False, advice)]
