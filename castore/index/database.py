@@ -62,6 +62,10 @@ _FIND = (
 _FIND_MANY = _FIND.replace("SELECT ", "SELECT e.name, ").replace("= ?", "IN (SELECT value FROM json_each(?))")
 
 
+_CONTENTS = (
+    "SELECT e.name, e.digest, e.serializer, e.metadata FROM entries e JOIN blobs b ON b.digest = e.digest"
+    f" WHERE e.name IN (SELECT value FROM json_each(?)) AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST}"
+)
 _BLOBS = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
 _BLOBS_BETWEEN = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest BETWEEN ? AND ? AND pack != ? LIMIT ?"
 # Numbers, whatever a damaged row holds: `doctor` counts again.
@@ -197,6 +201,12 @@ class Index:
             for row in rows
             if _is_row_intact(row[0], row[1], row[9])
         }
+
+    def contents_of(self, names: list[str], now: float) -> dict[str, tuple[bytes, str, str | None]]:
+        """Digest, serializer and metadata, as text, of names that are not expired and whose bytes are not
+        recorded as lost.
+        """
+        return {row[0]: row[1:] for row in self.file.all(_CONTENTS, (json.dumps(names), now))}
 
     def blob(self, digest: bytes) -> Blob | None:
         """A blob, lost or not, or None."""

@@ -29,7 +29,7 @@ from castore.index.places import RemotePlace
 from castore.index.transaction import Write
 from castore.names import FilesAbove, check_name
 from castore.parts import Parts
-from castore.records import LOOSE, LOST, Blob, EntrySpec
+from castore.records import LOOSE, Blob, EntrySpec
 from castore.remote import commits
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
@@ -322,25 +322,14 @@ class _Naming:
 
         Names that are gone do not count: a cache evicts.
         """
-        now = time.time()
-        found = self._index.find_many([name for name, _ in rows])
+        found = self._index.contents_of([name for name, _ in rows], time.time())
         changed = set()
         for name, row in rows:
             there = found.get(name)
-            if (
-                there is None
-                or there.blob.pack == LOST
-                or (there.expires is not None and there.expires <= now)
-            ):
-                continue
-            before = self._before.get(name)
-            digest = there.blob.digest
-            is_other = before is None or digest != before[0]
-            if not is_other:  # the metadata may be
-                entry = self._index.entry(name)
-                is_other = entry is not None and content_of(entry) != before
-            if is_other and digest != row.digest:
-                changed.add(name)
+            if there is not None and there[0] != row.digest and there != self._before.get(name):
+                entry = self._index.entry(name)  # the same metadata may be another text
+                if entry is not None and content_of(entry) != self._before.get(name):
+                    changed.add(name)
         self.left_out |= changed
         return changed
 
