@@ -325,11 +325,13 @@ class _Naming:
         found = self._index.contents_of([name for name, _ in rows], time.time())
         changed = set()
         for name, row in rows:
-            there = found.get(name)
-            if there is not None and there[0] != row.digest and there != self._before.get(name):
-                entry = self._index.entry(name)  # the same metadata may be another text
-                if entry is not None and content_of(entry) != self._before.get(name):
-                    changed.add(name)
+            there, before = found.get(name), self._before.get(name)
+            if there is None or there == before:
+                continue
+            entry = self._index.entry(name)  # the same metadata may be another text
+            is_other = entry is not None and content_of(entry) != before
+            if is_other and Compared(name, entry, row, None).difference is not Difference.NONE:
+                changed.add(name)
         self.left_out |= changed
         return changed
 

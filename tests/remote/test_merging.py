@@ -230,7 +230,7 @@ def test_what_is_changed_while_it_is_pulled_stays_and_is_told(
     one.push()
     two.pull()
     one.store.put_many([("changed", b"2"), ("described", b"2"), ("removed", b"2"), ("other", b"2")])
-    one.store.put_many([("new", b"2"), ("same", b"2")])
+    one.store.put_many([("new", b"2"), ("same", b"2"), ("same bytes", b"2")])
     one.push()
 
     def edit() -> None:
@@ -238,14 +238,15 @@ def test_what_is_changed_while_it_is_pulled_stays_and_is_told(
         two.store.put("described", b"1", metadata={"by": "me"})
         two.store.delete("removed")
         two.store.put_many([("new", b"mine"), ("same", b"2")])
+        two.store.put("same bytes", b"2", metadata={"by": "me"})
 
     _hooked(two).begins = edit
     with pytest.raises(
-        ConflictError, match="'changed' and 2 more names changed here while ref 'main' was"
+        ConflictError, match="'changed' and 3 more names changed here while ref 'main' was"
     ) as told:
         two.pull(replace=replace, lazy=lazy)
-    assert told.value.names == ("changed", "described", "new")
-    mine = {"changed": b"mine", "described": b"1", "new": b"mine"}
+    assert told.value.names == ("changed", "described", "new", "same bytes")
+    mine = {"changed": b"mine", "described": b"1", "new": b"mine", "same bytes": b"2"}
     theirs = {"removed": b"2", "other": b"2", "same": b"2"}
     found = {name: two.store.get(name) for name in two.store if lazy is None or name in mine}
     assert found == (mine | theirs if lazy is None else mine)
@@ -253,8 +254,8 @@ def test_what_is_changed_while_it_is_pulled_stays_and_is_told(
     _hooked(two)
     with pytest.raises(ConflictError) as told:
         two.pull()
-    assert told.value.names == ("changed", "described", "new")
-    assert two.pull(replace=True).changed == 3
+    assert told.value.names == ("changed", "described", "new", "same bytes")
+    assert two.pull(replace=True).changed == 4
 
 
 def test_a_name_that_a_killed_pull_had_not_brought_yet_is_an_edit_when_it_is_put_back(node: MakeNode) -> None:
