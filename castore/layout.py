@@ -88,6 +88,7 @@ PLACES = (
     Place("objects/names/00000003.snapshot", "objects/names/[0-9]{8}\\.snapshot"),
     _fixed("tmp/", Kind.FOLDER),
     Place("tmp/N-P-S-U.part", f"tmp/{_PROCESS}\\.part"),
+    Place("tmp/N-P-S-U.abcd…", f"tmp/{_PROCESS}\\.[0-9a-f]{{64}}"),
     Place("tmp/N-P-S-U.T.claims", f"tmp/{_PROCESS}\\.[0-9a-f]{{32}}\\.claims"),
     _fixed(f"{WORK}/", Kind.FOLDER),
     Place(f"{WORK}/N-P-S-U/", f"{WORK}/{_PROCESS}", Kind.TREE),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from castore.errors import StoreError
 from castore.objects.codecs import CODECS
-from castore.system.temporary import create_temporary, make_folder, sync_folder
+from castore.system.temporary import create_temporary, make_folder, sync_folder, take_over
 
 _SUFFIXES = {codec.suffix: codec.name for codec in CODECS.values()}
 _OBJECT = re.compile(r"([0-9a-f]{64})(|\.zst|\.lz4|\.gz)")
@@ -46,6 +46,16 @@ class LooseFolder:
     def create(self) -> tuple[int, Path]:
         """Create a temporary file, open for writing."""
         return create_temporary(self.tmp)
+
+    def resume(self, purpose: str) -> tuple[int, Path]:
+        """Go on with the temporary file that a process which is gone has left for that purpose, or create it.
+
+        Nothing is known of the bytes that it has.
+
+        Args:
+            purpose: of letters and digits.
+        """
+        return take_over(self.tmp, purpose) or create_temporary(self.tmp, purpose)
 
     def seal(self, fd: int, *, durable: bool) -> None:
         """Give a finished temporary file an object's permissions, and sync it if ``durable``."""

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import xxhash
 import zstandard
 from blake3 import blake3
 
-from castore.errors import CorruptError, RemoteError
+from castore.errors import CorruptError, RemoteError, RemoteMissingError
 from castore.objects.codecs import CODECS, FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.dictionaries import Dictionary, derive_number
@@ -31,6 +32,8 @@ from castore.remote.bucket import Bucket
 from castore.remote.kept_bytes import WHOLE_LIMIT, Division
 from castore.remote.keys import dictionary_key, object_key
 from castore.remote.pages import FRAME, Place, Row, frame_of
+from castore.remote.retries import ENDED
+from castore.system.temporary import abandon
 from castore.write.incoming import write_all
 from castore.write.staging import LargeBlob, SmallBlob, Staged
 
@@ -72,11 +75,15 @@ class _Request(NamedTuple):
         return max(row.place.offset + row.place.stored for row in self.rows)
 
 
-#: Called with a row whose bytes are damaged.
-OnDamage = Callable[[Row, CorruptError], object]
+#: Called with a row whose bytes the bucket does not have: they are damaged, or gone.
+OnLoss = Callable[[Row, CorruptError | RemoteMissingError], object]
 
 
-def _raise(row: Row, error: CorruptError) -> None:
+# Makes the stored bytes of an object from a place on, in order.
+_PiecesFrom = Callable[[int], Iterator[bytes | memoryview]]
+
+
+def _raise(row: Row, error: CorruptError | RemoteMissingError) -> None:
     raise error
 
 
@@ -87,8 +94,8 @@ class BlobFetcher:
         parts: of the store that the blobs are for.
         bucket: has them.
         pool: fetches.
-        on_damage: receives each row whose bytes are damaged, and the others come all the same; by default
-            the error is raised.
+        on_loss: receives each row whose bytes are damaged or gone, and the others come all the same; by
+            default the error is raised.
         request_bytes: bytes of neighbouring records that come in one request.
 
     Attributes:
@@ -101,12 +108,12 @@ class BlobFetcher:
         parts: Parts,
         bucket: Bucket,
         pool: Executor,
-        on_damage: OnDamage = _raise,
+        on_loss: OnLoss = _raise,
         request_bytes: int = REQUEST_BYTES,
     ) -> None:
         self._parts = parts
         self._request_bytes = request_bytes
-        self._on_damage = on_damage
+        self._on_loss = on_loss
         self._bucket = bucket
         self._pool = pool
         self.fetched = 0
@@ -146,7 +153,12 @@ class BlobFetcher:
     def _records(self, request: _Request) -> list[tuple[Row, Staged]]:
         """The blobs of neighbouring records of a pack."""
         key, start = object_key(request.object, packed=True), request.start
-        data = self._bucket.get_range(key, start, request.end)
+        try:
+            data = self._bucket.get_range(key, start, request.end)
+        except RemoteMissingError as error:
+            for row in request.rows:
+                self._on_loss(row, error)
+            return []
         self.fetched += len(data)
         view = memoryview(data)
         with ExitStack() as undo:
@@ -155,8 +167,8 @@ class BlobFetcher:
                 at = row.place.offset - start
                 try:
                     item = self.stage(row, view[at : at + row.place.stored], key)
-                except CorruptError as error:
-                    self._on_damage(row, error)
+                except (CorruptError, RemoteMissingError) as error:
+                    self._on_loss(row, error)
                     continue
                 staged.append((row, item))
                 undo.callback(item.discard)
@@ -171,7 +183,8 @@ class BlobFetcher:
 
         Raises:
             CorruptError: the bytes are not those of the row.
-            RemoteError: the dictionary that they need cannot be had.
+            RemoteMissingError: the dictionary that they need is gone.
+            RemoteError: that dictionary cannot be had.
         """
         place = row.place
         if (
@@ -179,7 +192,7 @@ class BlobFetcher:
             or not place.stored <= PACK_LIMIT
             or _ends(place)[-1] != place.stored
         ):
-            return self._stage_file(row, key, iter([stored]))
+            return self._stage_file(row, key, lambda start: iter([stored[start:]]))
         if frame_of(stored) != place.frames:
             raise self._damaged(row, key, "its bytes differ from what the tree says")
         payload = bytes(stored)
@@ -198,36 +211,41 @@ class BlobFetcher:
         [row] = request.rows
         key = object_key(request.object, packed=False)
         try:
-            return [(row, self._stage_file(row, key, self._pieces(row.place, key)))]
-        except CorruptError as error:
-            self._on_damage(row, error)
+            return [(row, self._stage_file(row, key, partial(self._pieces, row.place, key)))]
+        except (CorruptError, RemoteMissingError) as error:
+            self._on_loss(row, error)
             return []
 
-    def _pieces(self, place: Place, key: str) -> Iterator[bytes]:
-        """The stored bytes of an object, in order: parts that the store has, and the rest, fetched."""
-        spans = self._spans(place)
-        if not any(kept for _, _, kept in spans):
+    def _pieces(self, place: Place, key: str, start: int) -> Iterator[bytes]:
+        """The stored bytes of an object from ``start`` on: parts that the store has, and others, fetched."""
+        spans = self._spans(place, start)
+        has_parts = any(kept for _, _, kept in spans)
+        if not start and not has_parts:
             for piece in self._bucket.stream(key):
                 self.fetched += len(piece)
                 yield piece
             return
-        self.in_parts.append(place)
-        for start, end, kept in spans:
+        if has_parts:
+            self.in_parts.append(place)
+        for begin, end, kept in spans:
             data = self._parts.source.fetch(kept) if kept is not None else None
-            if data is None or len(data) != end - start:
-                data = self._bucket.get_range(key, start, end)
+            if data is None or len(data) != end - begin:
+                data = self._bucket.get_range(key, begin, end)
                 self.fetched += len(data)
             yield data
 
-    def _spans(self, place: Place) -> list[tuple[int, int, Blob | None]]:
-        """Where the parts of an object lie in it that the store has, and where the bytes between them do."""
+    def _spans(self, place: Place, start: int) -> list[tuple[int, int, Blob | None]]:
+        """Where the parts of an object lie, from ``start`` on, that the store has, and where the bytes
+        between them do.
+        """
         parts = Division(place).parts if place.stored > WHOLE_LIMIT else ()
+        parts = [part for part in parts if part.start >= start]
         names = [part.name(place.object) for part in parts]
         found = self._parts.index.find_many(names) if names else {}
         spans: list[tuple[int, int, Blob | None]] = []
 
         def add_missing(end: int) -> None:
-            at = spans[-1][1] if spans else 0
+            at = spans[-1][1] if spans else start
             while at < end:
                 stop = min(end, at + self._request_bytes)
                 spans.append((at, stop, None))
@@ -240,14 +258,26 @@ class BlobFetcher:
         add_missing(place.stored)
         return spans
 
-    def _stage_file(self, row: Row, key: str, pieces: Iterator[bytes | memoryview]) -> LargeBlob:
+    def _stage_file(self, row: Row, key: str, pieces_from: _PiecesFrom) -> LargeBlob:
+        """The blob of a row, in a file, checked.
+
+        A file of a large blob whose transfer is interrupted stays, and the next one goes on with it.
+
+        Args:
+            key: of the object that has the bytes, for messages.
+            pieces_from: makes the bytes from a place on, in order.
+        """
         objects, place = self._parts.objects, row.place
-        blob = Blob(row.digest, row.size, place.stored, place.codec, LOOSE, 0)
-        fd, temporary = objects.loose.create()
+        stays = place.stored > WHOLE_LIMIT
+        fd, temporary = objects.loose.resume(place.object.hex()) if stays else objects.loose.create()
         try:
-            with open(fd, "rb", buffering=0) as file:
-                length = 0
-                for piece in pieces:
+            with open(fd, "r+b", buffering=0) as file:
+                length = _sound_bytes(fd, place)
+                os.ftruncate(fd, length)
+                os.lseek(fd, length, os.SEEK_SET)
+                for piece in pieces_from(length):
+                    if ENDED.is_set():
+                        raise RemoteError("the transfer was interrupted")
                     length += len(piece)
                     if length > place.stored:
                         raise self._damaged(
@@ -256,26 +286,38 @@ class BlobFetcher:
                     write_all(fd, piece, temporary)
                 if length != place.stored:
                     raise self._damaged(row, key, f"it ends {place.stored - length} bytes early")
-                start, checksums = 0, []
-                for index, end in enumerate(_ends(place)):
-                    frame = os.pread(fd, end - start, start)
-                    if frame_of(frame) != place.frames[FRAME.size * index :][: FRAME.size]:
-                        raise self._damaged(row, key, f"frame {index} differs from what the tree says")
-                    if place.codec == "none":
-                        checksums.append(xxhash.xxh3_64_intdigest(frame).to_bytes(8, "little"))
-                    start = end
-                kept = b"".join(checksums) if row.size > FRAME_SIZE and checksums else None
-                try:
-                    with closing(BlobReader(blob, os.dup(fd), checksums=kept, where=key)) as reader:
-                        for _ in reader.in_order():
-                            pass
-                except CorruptError as error:
-                    raise self._damaged(row, key, str(error)) from error
+                kept = self._check_file(fd, row, key)
                 objects.loose.seal(file.fileno(), durable=objects.durable)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
+        except BaseException as error:
+            if stays and isinstance(error, RemoteError) and not isinstance(error, RemoteMissingError):
+                abandon(temporary)
+            else:
+                temporary.unlink(missing_ok=True)
             raise
-        return LargeBlob(objects, blob, temporary, kept)
+        return LargeBlob(objects, self._blob_of(row), temporary, kept)
+
+    def _check_file(self, fd: int, row: Row, key: str) -> bytes | None:
+        """Check a whole file; returns the checksums of raw frames, if the blob needs some."""
+        place, start, checksums = row.place, 0, []
+        for index, end in enumerate(_ends(place)):
+            frame = os.pread(fd, end - start, start)
+            if frame_of(frame) != _frame(place, index):
+                raise self._damaged(row, key, f"frame {index} differs from what the tree says")
+            if place.codec == "none":
+                checksums.append(xxhash.xxh3_64_intdigest(frame).to_bytes(8, "little"))
+            start = end
+        kept = b"".join(checksums) if row.size > FRAME_SIZE and checksums else None
+        try:
+            with closing(BlobReader(self._blob_of(row), os.dup(fd), checksums=kept, where=key)) as reader:
+                for _ in reader.in_order():
+                    pass
+        except CorruptError as error:
+            raise self._damaged(row, key, str(error)) from error
+        return kept
+
+    @staticmethod
+    def _blob_of(row: Row) -> Blob:
+        return Blob(row.digest, row.size, row.place.stored, row.place.codec, LOOSE, 0)
 
     def have_dictionary(self, row: Row, frame: bytes) -> Dictionary | None:
         """The dictionary that a stored frame of a row needs, which is in the store then; None for none.
@@ -318,6 +360,20 @@ def _has_failed(future: Future[list[tuple[Row, Staged]]]) -> bool:
 def _ends(place: Place) -> list[int]:
     """Where each frame of an object ends."""
     return list(accumulate(length for length, _ in FRAME.iter_unpack(place.frames)))
+
+
+def _frame(place: Place, index: int) -> bytes:
+    return place.frames[FRAME.size * index :][: FRAME.size]
+
+
+def _sound_bytes(fd: int, place: Place) -> int:
+    """Length of the whole frames of an object with which a file begins."""
+    size, start = os.fstat(fd).st_size, 0
+    for index, end in enumerate(_ends(place)):
+        if end > size or frame_of(os.pread(fd, end - start, start)) != _frame(place, index):
+            break
+        start = end
+    return start
 
 
 def _requests(wanted: Mapping[bytes, Row], most: int) -> Iterator[_Request]:

@@ -463,7 +463,7 @@ class Fetcher:
         batch: list[tuple[str, Staged]] = []
         size = 0
         # A damaged blob is no reason to refuse its neighbours.
-        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_damage, _REQUEST_BYTES)
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_loss, _REQUEST_BYTES)
         try:
             with closing(blobs.staged(wanted)) as coming:
                 for row, staged in coming:
@@ -479,7 +479,9 @@ class Fetcher:
                 staged.discard()
             raise
 
-    def _tell_of_damage(self, row: Row, error: CorruptError) -> None:
+    def _tell_of_loss(self, row: Row, error: CorruptError | RemoteMissingError) -> None:
+        if isinstance(error, RemoteMissingError):
+            raise error  # perhaps nothing is there: `_Source.require` looks
         self._coming.end([row.digest], error)
 
     def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:

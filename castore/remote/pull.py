@@ -30,7 +30,7 @@ from castore.index.transaction import Write
 from castore.names import FilesAbove, check_name
 from castore.parts import Parts
 from castore.records import LOOSE, Blob, EntrySpec
-from castore.remote import commits
+from castore.remote import commits, marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.compare import Compared, Content, Difference, agree, compare, content_of, list_names
@@ -142,7 +142,9 @@ def pull(
     Raises:
         ConflictError: names have changed both here and in the commit since ``base``.
         NameConflictError: a name would be a file and a folder.
-        CorruptError: the remote's bytes are not what they should be.
+        CorruptError: bytes of the remote are not what they should be. All other names have come.
+        RemoteMissingError: there is no such ref, commit or name; or bytes are gone, and all other names have
+            come.
         RemoteError: the remote cannot be used.
         FullError: they do not fit into the budget.
     """
@@ -158,24 +160,19 @@ def pull(
         base.begin_pull(tree.root, prefix, plan.new_agreed)
     naming = _Naming(parts, base, plan.before)
     naming.drop(plan.dropped)
+    fetched, lost = 0, _Lost()
     if lazy is None:
-        try:
-            fetched = _Fetch(parts, bucket, pool, naming, progress).fetch(plan)
-        except RemoteMissingError as error:
-            raise RemoteMissingError(
-                f"{error}; `castore remote check` says which names need it, and with --repair uploads it"
-                " again from a store that has their bytes; a lazy pull brings the other names"
-            ) from error
+        fetched = _Fetch(parts, bucket, pool, naming, lost, progress).fetch(plan)
     else:
         _name(parts, bucket, lazy, plan, naming, progress)
-        fetched = 0
-    left = naming.left_out
+    left = naming.left_out | {name for name, row in plan.rows if row.digest in lost.errors}
     agreed = sorted([*plan.agreed, *(row for name, row in plan.rows if name not in left)])
     named: list[tuple[str, Row | None]] = [(row.name, row) for row in agreed]
     named += [(name[len(below) + 1 if below else 0 :], None) for name in plan.dropped]
     named.sort(key=itemgetter(0))
     is_all = plan.is_all and not left
     base.keep(tree.root if is_all else agree(before, named, pages.read, pages.keep))
+    lost.require_none(bucket, ref, [*plan.agreed, *(row for _, row in plan.rows)])
     if left:
         raise ConflictError(
             f"{list_names(sorted(left))} changed here while ref {ref!r} was pulled, and stay as they are;"
@@ -396,17 +393,52 @@ def _remote_place(remote: str, row: Row) -> RemotePlace:
 # Fetching
 
 
+class _Lost:
+    """Bytes that the remote does not have: they are damaged, or gone. The others come all the same.
+
+    Attributes:
+        errors: by the blob's digest.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[bytes, CorruptError | RemoteMissingError] = {}
+
+    def add(self, row: Row, error: CorruptError | RemoteMissingError) -> None:
+        """Note the blob of a row."""
+        self.errors[row.digest] = error
+
+    def require_none(self, bucket: Bucket, ref: str, rows: Iterable[Row]) -> None:
+        """Check that nothing was lost of the rows of a ref.
+
+        Raises:
+            CorruptError: something was damaged.
+            RemoteMissingError: something was gone, or all is: the place is no remote any more.
+        """
+        if not self.errors:
+            return
+        marker.check(bucket)  # a file system may have been unmounted meanwhile
+        errors = sorted(self.errors.values(), key=lambda error: isinstance(error, RemoteMissingError))
+        names = list_names(sorted(row.name for row in rows if row.digest in self.errors))
+        text = f"{names} did not come, and all other names of ref {ref!r} did: {errors[0]}"
+        if isinstance(errors[0], CorruptError):
+            raise CorruptError(text, digest=errors[0].digest, where=errors[0].where) from errors[0]
+        raise RemoteMissingError(
+            f"{text}; `castore remote check` says which names need it, and with --repair uploads it again"
+            " from a store that has their bytes"
+        ) from errors[0]
+
+
 class _Fetch:
     """Fetches the blobs of rows, and commits their names as they come."""
 
     def __init__(
-        self, parts: Parts, bucket: Bucket, pool: Executor, naming: _Naming, progress: Progress
+        self, parts: Parts, bucket: Bucket, pool: Executor, naming: _Naming, lost: _Lost, progress: Progress
     ) -> None:
         self._parts = parts
         self._naming = naming
         self._bucket = bucket
         self._progress = progress
-        self._blobs = BlobFetcher(parts, bucket, pool)
+        self._blobs = BlobFetcher(parts, bucket, pool, lost.add)
         self._committed = time.monotonic()
 
     def fetch(self, plan: _Plan) -> int:

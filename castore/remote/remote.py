@@ -182,12 +182,13 @@ class Remote:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             NameConflictError: a name would be a file of the store and a folder of the ref, or the other way
                 round.
-            RemoteMissingError: there is no such ref, commit or prefix.
-            CorruptError: the commit is damaged, or a page of its tree is.
+            RemoteMissingError: there is no such ref, commit or prefix; or bytes are gone, and all other names
+                have come.
+            CorruptError: the commit is damaged, or a page of its tree is; or bytes are, and all other names
+                have come.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty
                 nor a name.
             InvalidValueError: ``commit`` is no text.
-            CorruptError: the remote's bytes are not what they should be.
             FullError: they do not fit into the budget or onto the disk.
         """
         check_prefix(prefix)
@@ -487,7 +488,13 @@ class Remote:
                     process.stdin.flush()
                 for line in answers:  # to their end: a closed input would interrupt the process
                     message = json.loads(line)
-                    if "progress" not in message:
+                    if "waits" in message:
+                        log.warning(
+                            "waiting for another push or pull of ref %r in %s",
+                            arguments["ref"],
+                            self._parts.path,
+                        )
+                    elif "progress" not in message:
                         outcome = message
                     elif progress is not None:
                         progress(*message["progress"])

@@ -1,10 +1,10 @@
 """The process that talks to a bucket: `main`, with a descriptor as its argument, started for one call.
 
-Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore
-ever opens a connection. A caller starts this process by exec, and writes the call to its standard input as a
-line of JSON. The caller then reads lines of JSON from the pipe FD: progress, and in the end the result or the
-error. Standard input stays open for as long as the caller lives. At the end of standard input the process
-stops.
+Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore ever
+opens a connection. A caller starts this process by exec, and writes the call to its standard input as a line
+of JSON. The caller then reads lines of JSON from the pipe FD: progress, that the call waits for another one,
+and in the end the result or the error. Standard input stays open for as long as the caller lives. At the end
+of standard input the process stops.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,20 @@ class _Call:
         self.remotes = Remotes(parts.path, parts.settings)
         self.pages = PageCache(parts.path, bucket, pool, mode, read_only=parts.read_only)
 
-    def _alone(self, remote: str, ref: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _alone(self, remote: str, ref: str) -> Iterator[None]:
         """One push or pull of a ref at a time: each begins with a base, and ends with the next one."""
         locks = ComputeLocks(self.parts.path / "locks" / "remotes", self.parts.settings.file_mode)
-        return locks.hold(f"{remote} {ref}")
+        key = f"{remote} {ref}"
+        if (release := locks.claim(key)) is not None:
+            try:
+                yield
+            finally:
+                release()
+            return
+        _send({"waits": True})
+        with locks.hold(key):
+            yield
 
     def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
         """Make the place a remote and try it out; returns what may surprise."""

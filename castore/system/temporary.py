@@ -98,14 +98,55 @@ def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
         folder: where to create the file.
         suffix: purpose of the file, which ends the name; must not contain ``-``. Default "part".
     """
-    # The random part makes names of different threads differ, and names of successive processes with the same
-    # PID.
-    started = process_started(os.getpid()) or 0
-    path = folder / f"{pid_namespace()}-{os.getpid()}-{started}-{os.urandom(16).hex()}.{suffix}"
     _folders.add(folder)
+    path = folder / f"{_own_start()}{os.urandom(16).hex()}.{suffix}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     give_to_owner(fd, folder)
     return fd, path
+
+
+def _own_start() -> str:
+    """The begin of the names of this process's files. Behind it comes a random part, which makes names of
+    different threads differ, and names of successive processes with the same PID.
+    """
+    return f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-"
+
+
+def abandon(path: Path) -> None:
+    """Leave a file of `create_temporary` to whoever goes on with it, as if this process were gone."""
+    namespace, pid, _, rest = path.name.split("-")
+    path.rename(path.with_name(f"{namespace}-{pid}-0-{rest}"))  # no process starts at tick 0 but the first
+
+
+def take_over(folder: Path, suffix: str) -> tuple[int, Path] | None:
+    """Go on with a file of `create_temporary` whose process is gone; None if there is none.
+
+    Nothing is known of its bytes. A file of another user, who may still write to it, is passed over.
+
+    Args:
+        folder: where it is.
+        suffix: its purpose.
+    """
+    _folders.add(folder)
+    for left in folder.glob(f"*.{suffix}"):
+        writer, path = _writer_of(left.name), folder / f"{_own_start()}{os.urandom(16).hex()}.{suffix}"
+        try:
+            if writer is None or is_running(*writer) or not _is_own_file(left.lstat(), folder):
+                continue
+            left.rename(path)
+        except FileNotFoundError:
+            continue  # another process has just taken or removed it
+        fd = os.open(path, os.O_RDWR | _SAFE_OPEN)
+        if _is_own_file(os.fstat(fd), folder):
+            return fd, path
+        os.close(fd)
+    return None
+
+
+def _is_own_file(status: os.stat_result, folder: Path) -> bool:
+    """Whether a file in ``folder`` is one that `create_temporary` has made, for this user."""
+    is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    return is_file and status.st_uid in (os.geteuid(), folder.stat().st_uid)
 
 
 def remove_own() -> None:
@@ -113,9 +154,8 @@ def remove_own() -> None:
 
     A Ctrl-C may come when a file has just been created, and no variable refers to it yet.
     """
-    own = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-"
     for folder in _folders:
-        for path in folder.glob(f"{own}*"):
+        for path in folder.glob(f"{_own_start()}*"):
             path.unlink(missing_ok=True)
 
 

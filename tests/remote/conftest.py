@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from castore import Store
+from castore.remote import marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
@@ -72,7 +73,9 @@ class Node:
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Bucket:
-    return FolderBucket(tmp_path / "bucket")
+    place = FolderBucket(tmp_path / "bucket")
+    marker.prepare(place, read_only=False)
+    return place
 
 
 MakeNode = Callable[..., Node]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,17 +22,18 @@ from castore.errors import (
     NotFoundError,
     RemoteError,
     RemoteMissingError,
+    RemoteUnreachableError,
 )
 from castore.remote import commits
 from castore.remote import pull as pulling
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.keys import commit_key, page_key
+from castore.remote.keys import commit_key, object_key, page_key
 from castore.remote.pages import Row, digest_of, encode_leaf
 from castore.remote.tree import Tree
 from castore.watch.entry_sources import source_of
 from tests.clocks import pass_time
-from tests.helpers import agrees_with_disk, mixed, noise, records, text
+from tests.helpers import agrees_with_disk, flip, mixed, noise, records, text
 from tests.remote.conftest import MakeNode
 
 SIZES = (0, 1, 100, 5_000, 16_000, 20_000, 262_144, 262_145, 900_000, 3_000_000)
@@ -531,3 +533,125 @@ def test_flipped_bits_in_a_bucket_are_errors_and_name_nothing(node: MakeNode, fo
     wrong = {name for name, data in two.contents().items() if data != one.store.get(name)}
     assert not wrong
     assert two.store.verify().bad == []
+
+
+@pytest.mark.parametrize("harm", ["truncated", "gone"])
+@pytest.mark.parametrize("is_lazy_before", [False, True])
+def test_bytes_that_are_damaged_or_gone_cost_their_own_names_alone(
+    node: MakeNode, harm: str, is_lazy_before: bool
+) -> None:
+    """Regression: the first of them ended a pull, and names of which it had not asked yet did not come."""
+    one, two = node("one"), node("two")
+    contents = {f"large/{number:02}": noise(1_100_000, number) for number in range(18)}
+    contents |= {f"small/{number:02}": noise(3000, number) for number in range(30)}
+    one.store.put_many(contents.items())
+    one.store.put("large/copy", contents["large/00"])
+    one.push()
+    assert isinstance(one.bucket, FolderBucket)
+    if is_lazy_before:
+        two.pull(lazy="team")
+    packs = [listed.key for listed in one.bucket.listing("packs/")]
+    hit = [
+        *packs,
+        object_key(blake3(contents["large/00"]).digest(), packed=False),
+        object_key(blake3(contents["large/17"]).digest(), packed=False),
+    ]
+    before = {key: (one.bucket.folder / key).read_bytes() for key in hit}
+    for key in hit:
+        if harm == "truncated":
+            os.truncate(one.bucket.folder / key, 60_000)
+        else:
+            (one.bucket.folder / key).unlink()
+    with pytest.raises(CorruptError if harm == "truncated" else RemoteMissingError) as raised:
+        two.pull()
+    found = {name: data for name, data in two.contents().items() if data != b"a miss"}
+    lost = {*contents, "large/copy"} - set(found)
+    assert {"large/00", "large/copy", "large/17", "small/29"} <= lost
+    assert {name for name in lost if name.startswith("large")} == {"large/00", "large/copy", "large/17"}
+    assert ("small/00" in lost) == (harm == "gone")
+    assert f"'large/00' and {len(lost) - 1} more names did not come, and all other" in str(raised.value)
+    assert all(found[name] == contents[name] for name in found)
+    for key, data in before.items():
+        (one.bucket.folder / key).write_bytes(data)
+    pulled = two.pull()
+    assert pulled.added == (0 if is_lazy_before else len(lost))
+    assert two.contents() == one.contents()
+    agrees_with_disk(two.store)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("harm", [None, "flipped", "another file", "a link"])
+def test_a_large_object_that_was_cut_off_goes_on_behind_its_sound_frames(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch, codec: str, harm: str | None
+) -> None:
+    one, two = node("one", codec=codec), node("two")
+    data = mixed(20_000_000)
+    one.store.put("large", data)
+    stored = one.store.entry("large").stored  # type: ignore[union-attr]
+    one.push()
+    bucket, asked = two.bucket, two.bucket.stream
+
+    def cut_off(key: str) -> Iterator[bytes]:
+        yield next(asked(key))[:3_000_000]
+        raise RemoteUnreachableError("the network is gone")
+
+    monkeypatch.setattr(bucket, "stream", cut_off)
+    with pytest.raises(RemoteUnreachableError):
+        two.pull()
+    monkeypatch.setattr(bucket, "stream", asked)
+    [left] = (two.store.path / "tmp").iterdir()
+    sound = 3_000_000
+    if harm == "flipped":
+        flip(left, 1_500_000)
+        sound = 1_500_000
+    elif harm is not None:
+        outside = two.store.path.with_name("outside")
+        left.rename(outside)
+        os.link(outside, left) if harm == "another file" else left.symlink_to(outside)
+        sound = 0
+    pulled = two.pull()
+    assert sound - 300_000 <= stored - pulled.fetched <= sound
+    assert two.contents() == {"large": data}
+    if harm in ("another file", "a link"):
+        assert outside.stat().st_size == 3_000_000
+        left.unlink()
+    assert list((two.store.path / "tmp").iterdir()) == []
+    agrees_with_disk(two.store)
+
+
+def test_gc_removes_what_an_interrupted_pull_has_left(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("large", noise(6_000_000))
+    one.push()
+
+    def cut_off(key: str) -> Iterator[bytes]:
+        yield noise(6_000_000)[:3_000_000]
+        raise RemoteUnreachableError("the network is gone")
+
+    monkeypatch.setattr(two.bucket, "stream", cut_off)
+    with pytest.raises(RemoteUnreachableError):
+        two.pull()
+    [left] = (two.store.path / "tmp").iterdir()
+    assert two.store.gc().leftovers == [str(left)]
+    assert list((two.store.path / "tmp").iterdir()) == []
+
+
+def test_a_place_that_is_no_remote_any_more_is_not_taken_for_lost_bytes(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many((f"{number}", noise(1_100_000, number)) for number in range(5))
+    one.push()
+    assert isinstance(one.bucket, FolderBucket)
+    place, asked = one.bucket, one.bucket.stream
+
+    def unmount(key: str) -> object:
+        place.folder.rename(place.folder.with_name("elsewhere"))
+        monkeypatch.setattr(place, "stream", asked)
+        return asked(key)
+
+    monkeypatch.setattr(place, "stream", unmount)
+    with pytest.raises(RemoteMissingError, match=r"is no remote: .* is its file system mounted"):
+        two.pull()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from castore.errors import (
     RemoteMissingError,
 )
 from castore.remote.folder_bucket import FolderBucket
+from castore.system.single_flight import ComputeLocks
 from tests.helpers import agrees_with_disk, in_processes, noise
+from tests.mount.conftest import until
 from tests.remote.nodes import know
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
@@ -165,6 +168,58 @@ def test_a_killed_process_is_an_error_that_says_what_to_do(store: Store, url: st
     remote = know(store, "team", url)
     remote.push()
     assert remote.log()[0].entries == 40
+
+
+def test_a_push_that_waits_for_another_call_says_so(
+    store: Store, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("a", b"1")
+    remote = know(store, "team", url)
+    release = ComputeLocks(store.path / "locks" / "remotes", store.settings.file_mode).claim("team main")
+    assert release is not None
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(remote.push)
+        until(lambda: f"waiting for another push or pull of ref 'main' in {store.path}" in caplog.text)
+        assert not push.done()
+        release()
+        assert push.result().added == 1
+    caplog.clear()
+    assert remote.push().added == 0
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGUSR1])
+def test_a_large_object_whose_pull_is_ended_goes_on_where_it_was(
+    store: Store, other: Store, url: str, end: signal.Signals
+) -> None:
+    data = noise(60_000_000)
+    store.put("a", data, codec="none")
+    know(store, "team", url).push()
+    know(other, "team", url, rate=SLOW)
+    others = set(children_of(os.getpid()))
+
+    def so_far() -> int:
+        return max((path.stat().st_size for path in (other.path / "tmp").iterdir()), default=0)
+
+    def end_halfway() -> None:
+        until(lambda: so_far() > 20_000_000)
+        [child] = set(children_of(os.getpid())) - others
+        os.kill(child, end)
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end_halfway)
+        with pytest.raises(RemoteError, match=r"do the same again|interrupted"):
+            other.pull(remote="team")
+        ending.result()
+    there = so_far()
+    assert len(list((other.path / "tmp").iterdir())) == 1
+    other.remove_remote("team")
+    know(other, "team", url)
+    pulled = other.pull(remote="team")
+    assert len(data) - there <= pulled.fetched < len(data) - there + 1_000_000
+    assert other.get("a") == data
+    assert list((other.path / "tmp").iterdir()) == []
+    agrees_with_disk(other)
 
 
 def test_what_goes_wrong_in_the_process_is_the_same_error_here(
