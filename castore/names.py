@@ -21,13 +21,16 @@ PART_BYTES = 255
 NAME_BYTES = 3072
 # First part of names in the mount's own folder.
 RESERVED = ".castore"
+#: The folder of names that hold bytes for links (watch/link_registry.py).
+LINKS = f"{RESERVED}/links"
 
 _CONTROL = r"\x00-\x1f\x7f"
 _PART = rf"(?!\.\.?(?:/|\Z))[^/{_CONTROL}\ud800-\udfff]+"
 _GOOD = re.compile(rf"(?!{re.escape(RESERVED)}(?:/|\Z)){_PART}(?:/{_PART})*").fullmatch
 _DIGEST = "[0-9a-f]{64}"
 _OWN = re.compile(
-    rf"{re.escape(RESERVED)}/(?:blobs/{_DIGEST}|parts/{_DIGEST}/[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}})"
+    rf"{re.escape(RESERVED)}/(?:blobs/{_DIGEST}|parts/{_DIGEST}/[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}}"
+    rf"|links/{_DIGEST}/-?[0-9]{{1,20}}/{_PART})"
 ).fullmatch
 _HAS_CONTROL = re.compile(rf"[{_CONTROL}]").search
 # A character takes four bytes at most, so a name this short cannot hold an over-long part.
@@ -88,12 +91,19 @@ def require_several(items: Iterable[T], of: str, what: str = "names") -> Iterato
 def check_known_name(name: str) -> str:
     """`name`, if it may be in the index.
 
-    The index has names that users may give, and names of castore's own (remote/kept_bytes.py).
+    The index has names that users may give, and names of castore's own (`is_own_name`).
 
     Raises:
         InvalidNameError: see `check_name`.
     """
-    return name if type(name) is str and _OWN(name) else check_name(name)
+    return name if type(name) is str and is_own_name(name) else check_name(name)
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name is one of castore's own, which no listing shows: bytes kept of remotes
+    (remote/kept_bytes.py), and bytes held for links (watch/link_registry.py).
+    """
+    return _OWN(name) is not None
 
 
 def check_prefix(prefix: str) -> str:

@@ -9,6 +9,7 @@ from castore.errors import CorruptError
 from castore.index import figures, mounts, places
 from castore.index.figures import PrefixSize
 from castore.index.places import AwayBlobs
+from castore.names import LINKS
 from castore.read.usage import REMOTE_COUNTERS
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def measure(parts: Parts) -> Stat:
         path=str(parts.path),
         entries=totals.entries - index.count_kept(),
         blobs=totals.blobs,
-        logical=totals.logical,
+        logical=totals.logical - index.size_below(LINKS),  # a file behind a link has two entries
         unique=totals.unique,
         stored=totals.stored,
         max_size=parts.settings.max_size,

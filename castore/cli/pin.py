@@ -50,9 +50,8 @@ def _warn_of_link(store: Store, name: str) -> None:
     path = None if entry is None else link_of(entry)
     if path is not None:
         print_error(
-            f"{printable(path)} is a link that stands for {name!r},"
-            " and leads to nothing once gc has removed the entry;"
-            f" `castore pin {quote_word(name)}` keeps it"
+            f"{printable(path)} is a link that stands for {name!r}: the bytes stay as long as the link does;"
+            f" `castore rm {quote_word(name)}` lets go of them"
         )
 
 

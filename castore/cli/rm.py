@@ -61,20 +61,22 @@ def _remove(store: Store, name: str, collect: _CollectLink) -> int:
         find_entry(store, name)  # raises the error that names the problem
     entry = store.entry(name, expired=True)
     if entry is not None:
-        next(_collect_links(iter([entry]), collect))
+        next(_collect_links(store, iter([entry]), collect))
     return int(store.delete(name))
 
 
 def _remove_below(store: Store, prefix: str, collect: _CollectLink) -> int:
-    return store.delete_many(entry.name for entry in _collect_links(store.entries(prefix), collect))
+    return store.delete_many(entry.name for entry in _collect_links(store, store.entries(prefix), collect))
 
 
-def _collect_links(entries: Iterator[Entry], collect: _CollectLink) -> Iterator[Entry]:
-    """Entries; also collects those whose file was replaced by a link."""
+def _collect_links(store: Store, entries: Iterator[Entry], collect: _CollectLink) -> Iterator[Entry]:
+    """Entries; also collects those whose file was replaced by a link, and lets go of the link's bytes."""
     from castore.watch.dangling_links import link_of
+    from castore.watch.link_registry import release_of
 
     for entry in entries:
         path = link_of(entry)
         if path is not None:
             collect((path, entry))
+        release_of(store, entry)
         yield entry

@@ -90,10 +90,9 @@ def watch(
         if not restore:
             store.require_writable()
         if restore:
+            _require_prefix(store, root, names)
             with progress("restoring", None) as done:
                 restore_all(store, WatchedFolder(root, names, str(path)), printer.print_event, done)
-            if not printer.has_events:
-                _require_prefix(store, root, names)
         elif _is_there(root, printer, stop):
             _watch(store, WatchedFolder(root, names, str(path)), options, printer, stop)
         printer.finish()
@@ -102,11 +101,11 @@ def watch(
 
 
 def _require_prefix(store: Store, root: str, prefix: str) -> None:
-    """Check that a folder without links of this prefix has none of another prefix, either."""
+    """Check that the links of a folder, if there are any, were made with this prefix."""
     from castore.watch.dangling_links import prefixes_of
 
     found = prefixes_of(store, root)
-    if found:
+    if found and prefix not in found:
         known = ", ".join(
             f"{plural(count, 'link')} with --as {one or repr('')}" for one, count in found.items()
         )
@@ -199,11 +198,6 @@ class _EventPrinter:
             reason = f": {event.reason}" if event.reason else ""
             typer.echo(f"{event.event:<9}{printable(what)}{size}{reason}".rstrip())
         sys.stdout.flush()
-
-    @property
-    def has_events(self) -> bool:
-        """Whether there was any event to count."""
-        return bool(self._counts)
 
     @property
     def failed(self) -> int:

@@ -274,6 +274,13 @@ class Index:
         for page in self.file.pages(sql, max(low, after), high, now):
             yield from map(_to_entry, page)
 
+    def own_entries(self, folder: str) -> Iterator[Entry]:
+        """The entries below a folder of castore's own names, which no listing shows, read in pages."""
+        low, high = below(folder)
+        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? ORDER BY e.name LIMIT 1000"
+        for page in self.file.pages(sql, low, high):
+            yield from map(_to_entry, page)
+
     def children(self, folder: str, now: float) -> Iterator[Entry | str]:
         """The direct contents of a folder: entries, and the paths of folders.
 
@@ -336,9 +343,16 @@ class Index:
         return max(0, self.totals().entries - int(expired) - self.count_kept())
 
     def count_kept(self) -> int:
-        """How many entries no listing shows: bytes kept of remotes. Reads each of their rows."""
+        """How many entries no listing shows: bytes kept of remotes, and held for links. Reads each of their
+        rows.
+        """
         (kept,) = self.file.one(f"SELECT count(*) FROM entries WHERE NOT ({LISTED})", ())
         return int(kept)
+
+    def size_below(self, folder: str) -> int:
+        """The sum of the sizes of entries below a folder, in bytes. Reads each of their rows."""
+        sql = "SELECT coalesce(sum(size), 0) FROM entries WHERE name > ? AND name < ?"
+        return int(self.file.one(sql, below(folder))[0])
 
     def totals(self) -> Totals:
         """Sums over all rows; as quick at ten million entries as at ten."""

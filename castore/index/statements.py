@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from castore.names import RESERVED
 
-#: The condition of names that are listed: those below `RESERVED` are castore's own (remote/kept_bytes.py).
+#: The condition of names that are listed: those below `RESERVED` are castore's own.
 LISTED = f"NOT (name >= '{RESERVED}/' AND name < '{RESERVED}0')"
 BLOB_COLUMNS = "digest, size, stored, codec, pack, offset"
 BLOB_OF = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest = ?"

@@ -26,7 +26,7 @@ from castore.write.arguments import dump_metadata
 
 # Keys of the record of a file that was copied: `castore add` writes the first four, and `castore watch
 # --replace` adds those of its link.
-_OF_FILE = frozenset(("path", "size", "mtime_ns", "through", "link", "was", "mode", "pinned"))
+_OF_FILE = frozenset(("path", "size", "mtime_ns", "through", "link", "prefix", "pinned"))
 #: Digest, serializer and metadata.
 Content = tuple[bytes, str, str | None]
 

@@ -17,7 +17,7 @@ from castore import Store
 from castore.parts import Parts
 from castore.records import Entry
 from castore.repair.doctor import Diagnosis
-from castore.watch.link_registry import target_of
+from castore.watch.link_registry import link_at, mountpoint_of, target_of
 from castore.watch.reports import Event
 
 #: Seconds between two checks whether links still lead somewhere.
@@ -45,21 +45,6 @@ class LinkedMount(NamedTuple):
         return shlex.join(["castore", "--store", os.fspath(store), "mount", *shown, self.mountpoint])
 
 
-def mount_of(name: str, link: str) -> LinkedMount:
-    """The mount that a link leads into: the link ends with the entry's name, as far as the mount shows it.
-
-    >>> mount_of("in/a/b", "/mnt/in/a/b")
-    LinkedMount(mountpoint='/mnt', prefix='')
-    >>> mount_of("in/a/b", "/mnt/a/b")
-    LinkedMount(mountpoint='/mnt', prefix='in')
-    """
-    shown, parts = name.split("/"), link.split("/")
-    count = 0
-    while count < min(len(shown), len(parts) - 1) and shown[-count - 1] == parts[-count - 1]:
-        count += 1
-    return LinkedMount("/".join(parts[: len(parts) - count]) or "/", "/".join(shown[: len(shown) - count]))
-
-
 class Link(NamedTuple):
     """A link that stands for a file.
 
@@ -67,7 +52,7 @@ class Link(NamedTuple):
         mount: the mount that it leads into.
         name: of the entry that has the file's bytes.
         path: of the link.
-        leads: whether its target exists.
+        resolves: whether its target exists.
     """
 
     mount: LinkedMount
@@ -84,8 +69,8 @@ def bound_links(entries: Iterable[Entry]) -> Iterator[Link]:
         if not isinstance(source, dict) or "link" not in source:
             continue
         path, link = str(source.get("path")), source["link"]
-        if _target(path) == link:  # else a tool has replaced the link by a file, or somebody has moved it
-            mount = mount_of(entry.name, link)
+        if link_at(path) == link:  # else a tool has replaced the link by a file, or somebody has moved it
+            mount = LinkedMount(mountpoint_of(link), source.get("prefix", ""))
             resolves = os.path.exists(link) if mount in live else _resolves(link)
             if resolves:
                 live.add(mount)
@@ -98,7 +83,7 @@ def link_of(entry: Entry) -> str | None:
     if link is None:
         return None
     path = str(entry.metadata["source"].get("path"))
-    return path if _target(path) == link else None
+    return path if link_at(path) == link else None
 
 
 def prefixes_of(store: Store, root: str) -> dict[str, int]:
@@ -227,6 +212,6 @@ class LinkMonitor:
     def take_event(self, event: Event) -> None:
         """Take an event of the watcher: a link that it has made or redirected is one to check."""
         if event.event in ("replaced", "relinked"):
-            link = _target(event.path)
-            if link is not None:
-                self._witnesses.setdefault(mount_of(event.name, link), (event.path, True))
+            entry = self._store.entry(event.name, expired=True)
+            for one in bound_links([entry] if entry is not None else []):
+                self._witnesses.setdefault(one.mount, (event.path, True))

@@ -76,9 +76,12 @@ class WatchedFolder:
 
     def is_relevant(self, path: str) -> bool:
         """Whether events at a path in the folder count: no part of the path is temporary or the store."""
-        if path == self._store or path.startswith(self._store + "/"):
+        if self._is_store(path):
             return False
         return not any(map(is_temporary, path[len(self.root) :].split("/")))
+
+    def _is_store(self, path: str) -> bool:
+        return path == self._store or path.startswith(self._store + "/")
 
     def files(
         self, path: str, skip: Callable[[OSError], object], leftover: Callable[[str], object]
@@ -90,7 +93,28 @@ class WatchedFolder:
             skip: called with the error for each folder that cannot be listed.
             leftover: called with each of this package's own temporary files.
         """
-        waiting: list[Iterator[os.DirEntry[str]]] = [self._inside(path, skip, leftover)]
+
+        def inside(folder: str) -> Iterator[os.DirEntry[str]]:
+            below = self._inside(folder, skip)
+            for item in below:
+                if item.name.startswith((SWAP_PREFIX, PART_PREFIX)):
+                    leftover(item.path)
+            return (item for item in below if self.is_relevant(item.path))
+
+        return self._walk(path, inside)
+
+    def links(self) -> Iterator[str]:
+        """All links in the folder but those in the store, those of temporary names too."""
+
+        def inside(folder: str) -> Iterator[os.DirEntry[str]]:
+            below = self._inside(folder, lambda error: None)
+            return (item for item in below if item.is_symlink() or not self._is_store(item.path))
+
+        return (path for path in self._walk(self.root, inside) if os.path.islink(path))
+
+    def _walk(self, path: str, inside: Callable[[str], Iterator[os.DirEntry[str]]]) -> Iterator[str]:
+        """What is at or below a folder and is no folder, given what of a folder's contents counts."""
+        waiting = [inside(path)]
         while waiting:
             item = next(waiting[-1], None)
             if item is None:
@@ -98,7 +122,7 @@ class WatchedFolder:
             elif not item.is_dir(follow_symlinks=False):
                 yield item.path
             elif self._is_same_device(item.path):
-                waiting.append(self._inside(item.path, skip, leftover))
+                waiting.append(inside(item.path))
 
     def _is_same_device(self, path: str) -> bool:
         try:
@@ -106,18 +130,13 @@ class WatchedFolder:
         except OSError:
             return False  # removed after the listing, or the mountpoint of a dead mount
 
-    def _inside(
-        self, path: str, skip: Callable[[OSError], object], leftover: Callable[[str], object]
-    ) -> Iterator[os.DirEntry[str]]:
+    @staticmethod
+    def _inside(path: str, skip: Callable[[OSError], object]) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(path) as found:
-                below = sorted(found, key=lambda item: item.name)
+                return sorted(found, key=lambda item: item.name)
         except (FileNotFoundError, NotADirectoryError):
-            return iter(())
+            return []
         except OSError as error:
             skip(error)
-            return iter(())
-        for item in below:
-            if item.name.startswith((SWAP_PREFIX, PART_PREFIX)):
-                leftover(item.path)
-        return (item for item in below if self.is_relevant(item.path))
+            return []

@@ -1,17 +1,22 @@
-"""The registry of links: entries whose file was replaced by a link into a mount.
+"""The registry of links: files that were replaced by links into a mount.
 
-An entry whose file has become a link is the only copy of its bytes. So the entry is pinned (gc never removes
-a pinned entry) and never expires. The entry's metadata has under ``source`` the link's target (``link``), the
-file's permission bits (``mode``), whether the entry was pinned before (``pinned``), and the target before the
-last change of the link (``was``). The metadata is written before the link is made and removed after the link
-is gone: at any moment every link has its record here. Of a link that is missing, the target and the mode are
-kept: the link may have been renamed, and turn up under its new name later.
+A link leads to its bytes, not to a name that may get others: ``<mountpoint>/.castore/links/<digest>/<mtime in
+ns>/<file's name>``. So wherever a link is renamed to, and whatever takes its place, it shows its file. The
+bytes are *held* by an entry of that very name, which no listing shows. It is pinned (gc never removes a
+pinned entry) and never expires; its metadata has the link's path as it was last seen, the file's permission
+bits (``mode``), and the prefix of the mount. A held entry goes only when no link leads to it any more
+(link_census.py).
+
+The entry that is named after the file has the link's target in its metadata under ``source`` (``link``), the
+mount's prefix if there is one, and whether the entry was pinned before (``pinned``). It is pinned, too. Both
+entries are written before the link is made, and their records are removed after the link is gone: at any
+moment every link has its record here.
 
 Several watchers may work on one folder. A watcher that made a link confirms the record afterwards, and a
 watcher that removes or overwrites a record first sees that there is no link; both do so under the index's
 write lock. So either the second sees the link, or the first makes the record anew.
 
-The mount shows the file's mtime for the entry, so tools that compare mtimes see no change.
+The mount shows the file's mtime for a held entry, so tools that compare mtimes see no change.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ from typing import Any, NamedTuple
 
 from castore import Store
 from castore.index.transaction import Write
-from castore.records import Entry, EntrySpec
+from castore.names import LINKS, is_own_name
+from castore.records import Entry, EntrySpec, Mount
 
-_OWN_KEYS = {"link", "was", "mode", "pinned"}
+_OWN_KEYS = {"link", "prefix", "pinned"}
 
 
 def target_of(entry: Entry) -> str | None:
@@ -41,16 +47,104 @@ class Binding(NamedTuple):
     Attributes:
         entry: as it was read; its bytes are those of the file. For a renamed file, its name is the new one.
         source: the file, as `entry_sources.source_of` gives it.
-        link: the link's target.
+        modified: the file's mtime in ns.
         mode: permission bits of the file.
-        was: the link's target until it is redirected.
+        held: name of the held entry.
+        link: the link's target.
+        prefix: of the mount that it leads into.
     """
 
     entry: Entry
     source: dict[str, Any]
-    link: str
+    modified: int
     mode: int
-    former_target: str | None = None
+    held: str
+    link: str
+    prefix: str
+
+
+def held_name(digest: str, modified: int, name: str) -> str:
+    """The name of the held entry of a file.
+
+    Args:
+        digest: of its bytes, in hex.
+        modified: its mtime in ns.
+        name: of the file, or of its entry.
+
+    >>> held_name("ab" * 32, 7, "in/a.txt")[-10:]
+    '/7/a.txt'
+    """
+    return f"{LINKS}/{digest}/{modified}/{name.rpartition('/')[2]}"
+
+
+def target_in(mount: Mount, held: str) -> str:
+    """The target of a link to a held entry. Every mount of the store has it, whatever its prefix."""
+    return f"{mount.mountpoint.rstrip('/')}/{held}"
+
+
+def held_of(link: str) -> str | None:
+    """The name of the held entry that a link leads to, or None if no watcher made the link."""
+    _, found, rest = link.rpartition(f"/{LINKS}/")
+    name = f"{LINKS}/{rest}"
+    return name if found and is_own_name(name) else None
+
+
+def mountpoint_of(link: str) -> str:
+    """Where the mount is, or was, that a link leads into.
+
+    >>> mountpoint_of(f"/mnt/{held_name('ab' * 32, 7, 'a.txt')}")
+    '/mnt'
+    """
+    return link.rpartition(f"/{LINKS}/")[0] or "/"
+
+
+def modified_of(held: str) -> int:
+    """The mtime in ns of the file that a held entry was made for."""
+    return int(held.split("/")[3])
+
+
+def link_at(path: str) -> str | None:
+    """The target of the link at a path, or None if there is no link."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def find_held(store: Store, link: str) -> Entry | None:
+    """The held entry that a link leads to, or None if a watcher of this store did not make the link.
+
+    If nothing holds the bytes any more and they are still here, the entry is one that would hold them: a
+    `Binding` makes it.
+    """
+    name = held_of(link)
+    if name is None:
+        return None
+    held = store.index.entry(name)
+    if held is not None:
+        return held
+    blob = store.blob(name.split("/")[2])
+    if blob is None or not blob.is_here:
+        return None
+    now, digest = time.time(), blob.digest.hex()
+    metadata = {"path": "", "mode": 0o644, "prefix": ""}
+    return Entry(
+        name, digest, blob.size, blob.stored, blob.codec, modified_of(name) / 1e9, None, now, "bytes",
+        metadata, True, False,
+    )  # fmt: skip
+
+
+def is_led(held: Entry) -> bool:
+    """Whether a held entry's link is where it was last seen."""
+    link = link_at(str(held.metadata.get("path")))
+    return link is not None and held_of(link) == held.name
+
+
+def all_held(store: Store, below: str) -> Iterator[Entry]:
+    """The held entries whose links were last seen below a folder."""
+    for held in store.index.own_entries(LINKS):
+        if str(held.metadata.get("path")).startswith(below.rstrip("/") + "/"):
+            yield held
 
 
 def bind_links(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
@@ -68,46 +162,43 @@ def bind_links(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
 
 
 def _bind_link(store: Store, txn: Write, binding: Binding) -> bool:
-    entry, source, link, mode, former_target = binding
+    entry, source, modified, mode, held, link, prefix = binding
     before = store.entry(entry.name, expired=True)
-    recorded = source | {"link": link, "mode": mode}
+    recorded = source | {"link": link} | ({"prefix": prefix} if prefix else {})
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
         recorded["pinned"] = True
-    if former_target is not None:
-        recorded["was"] = former_target
-    modified = source["mtime_ns"] / 1e9 if source["mtime_ns"] is not None else time.time()
-    return _set_entry(txn, entry, entry.metadata | {"source": recorded}, modified, pinned=True)
+    holding = {"path": source["path"], "mode": mode, "prefix": prefix}
+    created = modified / 1e9
+    return _set_entry(txn, entry._replace(name=held), holding, created, pinned=True) and _set_entry(
+        txn, entry, entry.metadata | {"source": recorded}, created, pinned=True
+    )
 
 
-def confirm_link(store: Store, entry: Entry) -> bool:
-    """Whether a link that was just made has its record, which is made anew if another watcher removed it.
+def confirm_link(store: Store, binding: Binding) -> bool:
+    """Whether a link that was just made has its records, which are made anew if another watcher removed them.
 
     Args:
         store: has the entry.
-        entry: from `bind_links`.
+        binding: of `bind_links`.
 
     Returns:
         False if the store does not have the bytes any more: the link must be taken back.
     """
     with store.index.write() as txn:
-        now = store.entry(entry.name, expired=True)
-        if (
+        now = store.entry(binding.entry.name, expired=True)
+        is_bound = (
             now is not None
             and now.pinned
-            and now.digest == entry.digest
-            and target_of(now) == target_of(entry)
-        ):
-            return True
-        return _set_entry(txn, entry, entry.metadata, entry.created, pinned=True)
+            and now.digest == binding.entry.digest
+            and target_of(now) == binding.link
+        )
+        return (is_bound and store.index.entry(binding.held) is not None) or _bind_link(store, txn, binding)
 
 
-def unbind_links(store: Store, entries: Iterable[Entry], *, missing: bool = False) -> None:
+def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
     """Remove the records of links that are gone. Entries stay pinned only if the user pinned them.
 
-    The record of a link that is there stays.
-
-    Args:
-        missing: nothing is in the links' places: `find_bound` finds them again under other names.
+    The record of a link that is there stays, and so do the held entries: a link may have been renamed.
     """
     with store.index.write() as txn:
         for entry in entries:
@@ -115,11 +206,37 @@ def unbind_links(store: Store, entries: Iterable[Entry], *, missing: bool = Fals
                 continue
             before = entry.metadata["source"]
             source = {key: value for key, value in before.items() if key not in _OWN_KEYS}
-            if missing:
-                source |= {"was": before["link"], "mode": before["mode"]}
             _set_entry(
                 txn, entry, entry.metadata | {"source": source}, entry.created, pinned=was_pinned(entry)
             )
+
+
+def move_held(store: Store, held: Entry, path: str) -> None:
+    """Note that a held entry's link was seen at a path."""
+    with store.index.write() as txn:
+        if store.index.entry(held.name) is not None:
+            _set_entry(txn, held, held.metadata | {"path": path}, held.created, pinned=True)
+
+
+def release(store: Store, held: Entry) -> bool:
+    """Let go of a held entry, unless its link is there (again). Returns whether it was let go."""
+    with store.index.write() as txn:
+        digest = bytes.fromhex(held.digest)
+        return not is_led(held) and txn.delete_unchanged(held.name, digest, held.metadata)
+
+
+def release_of(store: Store, entry: Entry) -> None:
+    """Let go of what is held for the link of an entry that the user removes. A link that was seen elsewhere
+    since keeps its bytes.
+    """
+    link = target_of(entry)
+    name = None if link is None else held_of(link)
+    if name is None:
+        return
+    with store.index.write() as txn:
+        held = store.index.entry(name)
+        if held is not None and held.metadata.get("path") == entry.metadata["source"].get("path"):
+            txn.delete_entry(name)
 
 
 def unpin_file(store: Store, entry: Entry, path: str) -> None:
@@ -149,28 +266,6 @@ def _set_entry(txn: Write, entry: Entry, metadata: dict[str, Any], created: floa
     txn.set_entry(spec, blob, created, added=False)
     txn.touch(entry.name, time.time())
     return True
-
-
-def find_bound(store: Store, prefix: str, name: str, link: str) -> Entry | None:
-    """The entry that a link stands for, or None if a watcher did not make the link.
-
-    Args:
-        store: has the entries.
-        prefix: of the folder's names.
-        name: the name of the link's path. It is the entry's, unless the link was renamed or copied.
-        link: the link's target.
-    """
-    # A link leads to <mountpoint>/<the entry's name, or the end of it>, and that ends with the path below the
-    # folder.
-    parts = link.split("/")
-    endings = ("/".join(parts[start:]) for start in range(1, len(parts)))
-    names = [name] + [f"{prefix}/{ending}" if prefix else ending for ending in endings if ending]
-    for one in names:
-        entry = store.entry(one, expired=True)
-        source = None if entry is None else entry.metadata.get("source")
-        if isinstance(source, dict) and link in (source.get("link"), source.get("was")):
-            return entry
-    return None
 
 
 def copied_links(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:

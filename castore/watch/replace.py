@@ -1,11 +1,12 @@
 """Swaps files that are in the store for links into a mount. `restore` swaps them back.
 
-The order of steps keeps the bytes safe. The entry is pinned and recorded as linked (link_registry.py). The
-object is synced to the disk. The whole file is read back through the mount, and its digest compared. Only
-then a link, made under a temporary name, is exchanged with the file in one atomic step (renameat2 with
-RENAME_EXCHANGE). The file that came out is checked before it is unlinked: if it is not the very file that was
-verified, or an open(2) for writing waits on its lease, or the entry is gone, both are exchanged back. After
-a kill at any moment, the file's name has the file or the link, never neither and never a part.
+The order of steps keeps the bytes safe. The entry is pinned and recorded as linked, and another one holds its
+bytes for the link (link_registry.py). The object is synced to the disk. The whole file is read back through
+the mount, and its digest compared. Only then a link, made under a temporary name, is exchanged with the file
+in one atomic step (renameat2 with RENAME_EXCHANGE). The file that came out is checked before it is unlinked:
+if it is not the very file that was verified, or an open(2) for writing waits on its lease, or the entry is
+gone, both are exchanged back. After a kill at any moment, the file's name has the file or the link, never
+neither and never a part.
 
 Processes that have the old file open or mapped keep it until they close it.
 """
@@ -73,47 +74,54 @@ def replace(
     stay: list[Entry] = []
     try:
         while ready:
-            file, entry = ready[0]
-            error = _replace_one(store, mount, file, entry, synced, check)
+            file, entry, binding = ready[0]
+            error = _replace_one(store, file, entry, binding, synced, check)
             ready.popleft()
             if error is not None:
                 stay.append(entry)
             done(file, entry, error)
     finally:
         if stay or ready:
-            link_registry.unbind_links(store, stay + [entry for _, entry in ready])
+            link_registry.unbind_links(store, stay + [entry for _, entry, _ in ready])
 
 
-def _bind(store: Store, mount: Mount, files: list[Pair], done: Done) -> list[Pair]:
+def _bind(
+    store: Store, mount: Mount, files: list[Pair], done: Done
+) -> list[tuple[Snapshot, Entry, link_registry.Binding]]:
     bindings = []
     for file, entry in files:
         source = entry_sources.source_of(file.path, file.status)
         assert source is not None, "an entry's name is UTF-8, and so is its file's"
+        modified = file.status.st_mtime_ns
+        held = link_registry.held_name(entry.digest, modified, entry.name)
         bindings.append(
-            link_registry.Binding(entry, source, mount.path(entry.name), stat.S_IMODE(file.status.st_mode))
-        )
+            link_registry.Binding(
+                entry, source, modified, stat.S_IMODE(file.status.st_mode), held,
+                link_registry.target_in(mount, held), mount.prefix,
+            )
+        )  # fmt: skip
     bound = []
-    for (file, entry), linked in zip(files, link_registry.bind_links(store, bindings), strict=True):
-        if linked is None:
+    linked = link_registry.bind_links(store, bindings)
+    for (file, entry), binding, now in zip(files, bindings, linked, strict=True):
+        if now is None:
             done(file, entry, FileBusyError(file.path))  # gc removed it before it was pinned: put it again
         else:
-            bound.append((file, linked))
+            bound.append((file, now, binding))
     return bound
 
 
 def _replace_one(
     store: Store,
-    mount: Mount,
     file: Snapshot,
     entry: Entry,
+    binding: link_registry.Binding,
     synced: set[Path],
     check: Callable[[int], object],
 ) -> Exception | None:
-    link = mount.path(entry.name)
     try:
         _sync(store, entry, synced)
-        _verify(link, entry, check)
-        _swap(store, file, entry, link)
+        _verify(binding.link, entry, check)
+        _swap(store, file, binding)
     except (FileBusyError, CastoreError, OSError) as error:
         return error
     return None
@@ -186,9 +194,9 @@ def _digest(path: str, check: Callable[[int], object]) -> str:
     return hasher.hexdigest()
 
 
-def _swap(store: Store, file: Snapshot, entry: Entry, link: str) -> None:
+def _swap(store: Store, file: Snapshot, binding: link_registry.Binding) -> None:
     temporary = temporary_beside(file.path, SWAP_PREFIX)
-    os.symlink(link, temporary)
+    os.symlink(binding.link, temporary)
     try:
         # Tools read the mtime of the link or of its target: both are the file's.
         times = (file.status.st_atime_ns, file.status.st_mtime_ns)
@@ -204,7 +212,7 @@ def _swap(store: Store, file: Snapshot, entry: Entry, link: str) -> None:
                 if not is_same(os.lstat(temporary), file.status) or is_writer_waiting(file.fd):
                     raise FileBusyError(file.path)
                 # Another watcher may have unpinned the entry before the link was there.
-                if not link_registry.confirm_link(store, entry):
+                if not link_registry.confirm_link(store, binding):
                     raise FileBusyError(file.path)
         except BaseException:
             exchange(temporary, file.path)

@@ -1,7 +1,7 @@
 """Puts files back in the place of their links: verified bytes from the store, without a mount.
 
 A file is written whole under a temporary name, then exchanged with its link in one step. Only then the link's
-record is removed.
+records are removed. Links under temporary names are put back, too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from castore import Store
-from castore.errors import CastoreError, FullError
+from castore.errors import CastoreError, FullError, InvalidNameError
 from castore.records import Entry
 from castore.system.temporary import give_to_owner
 from castore.watch import link_registry, replace
 from castore.watch.file_lease import FileBusyError
 from castore.watch.folder import PART_PREFIX, WatchedFolder
+from castore.watch.link_census import LinkCensus
 from castore.watch.reports import Event, reason_of
 
 
@@ -33,15 +34,17 @@ def restore_all(
         with suppress(FileBusyError, ValueError):
             replace.clean(store, folder, path)
 
-    for path in folder.files(folder.root, skip, leftover):
-        if not os.path.islink(path):
-            continue
+    for _ in folder.files(folder.root, skip, leftover):
+        continue
+    restored: set[str] = set()
+    for path in folder.links():
         name = folder.name(path)
         try:
-            entry = link_registry.find_bound(store, folder.prefix, name, os.readlink(path))
-            if entry is None:
+            held = link_registry.find_held(store, os.readlink(path))
+            if held is None:
                 continue
-            restore(store, path, entry, progress)
+            restore(store, path, held, progress)
+            _unbind(store, name, path)
         except FullError:
             raise
         except FileBusyError:
@@ -49,27 +52,39 @@ def restore_all(
         except (CastoreError, OSError) as error:
             report(Event("failed", path, name, reason=reason_of(error)))
         else:
-            report(Event("restored", path, name, entry.size))
+            restored.add(held.name)
+            report(Event("restored", path, name, held.size))
+    LinkCensus(store, folder).release_now(restored)
 
 
-def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object]) -> None:
+def _unbind(store: Store, name: str, path: str) -> None:
+    """Take back the record of a link that is a file again, of an entry that is named after it."""
+    try:
+        entry = store.entry(name, expired=True)
+    except InvalidNameError:  # a link was renamed to what can be no name
+        return
+    is_bound = entry is not None and link_registry.target_of(entry) is not None
+    if entry is not None and is_bound and entry.metadata["source"]["path"] == path:
+        link_registry.unbind_links(store, [entry])
+
+
+def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]) -> None:
     """Put the file back in the place of its link: its bytes, verified, with its mtime and permission bits.
 
     Args:
         store: has the bytes; no mount is needed.
         path: of the link.
-        entry: of the file.
+        held: the entry that the link leads to.
         check: called with the bytes of each piece that is written. Its exceptions end everything.
 
     Raises:
         NotFoundError, CorruptError: the store does not have the right bytes; the link stays.
     """
     link = os.readlink(path)
-    source = entry.metadata["source"]
     temporary = replace.temporary_beside(path, PART_PREFIX)
     try:
-        _write(store, entry, temporary, check)
-        os.chmod(temporary, source["mode"])
+        _write(store, held, temporary, check)
+        os.chmod(temporary, held.metadata["mode"])
         modified = os.lstat(path).st_mtime_ns
         os.utime(temporary, ns=(modified, modified))
         replace.exchange(temporary, path)
@@ -79,14 +94,10 @@ def restore(store: Store, path: str, entry: Entry, check: Callable[[int], object
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
-    if (
-        entry.metadata["source"]["path"] == path
-    ):  # else the link was renamed, and its old name may have one again
-        link_registry.unbind_links(store, [entry])
 
 
-def _write(store: Store, entry: Entry, path: str, check: Callable[[int], object]) -> None:
-    with store.open_blob(entry.digest) as kept, open(path, "xb") as file:
+def _write(store: Store, held: Entry, path: str, check: Callable[[int], object]) -> None:
+    with store.open_blob(held.digest) as kept, open(path, "xb") as file:
         give_to_owner(file.fileno(), Path(path).parent)
         for piece in kept.pieces():
             file.write(piece)

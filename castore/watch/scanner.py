@@ -25,9 +25,6 @@ from castore.watch.task import Task
 
 #: Least seconds until a file that somebody writes to is scanned again, if the settling time is less.
 _BUSY_SECONDS = 0.1
-#: Seconds until the entry of a link that is missing is dropped. By then a renamed link was seen, for which
-#: watchdog may take half a second.
-_MISSING_SECONDS = 2.0
 #: Files that are replaced at a time; each is open meanwhile.
 _BATCH_FILES = 100
 
@@ -65,7 +62,7 @@ class Scanner:
 
     Attributes:
         touched: files that were changed or removed since the set was last emptied.
-        renamed: names of entries whose links were seen under other names since then.
+        let_go: names of held entries whose links may be gone, collected since then.
         waits_for_mount: whether files are not replaced because the mount is gone.
 
     Raises:
@@ -80,7 +77,7 @@ class Scanner:
         self._conflicts: list[str] | None = []
         self._to_replace: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
-        self.renamed: set[str] = set()
+        self.let_go: set[str] = set()
         self.waits_for_mount = False
         replaces = self._options.replace
         self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
@@ -136,6 +133,7 @@ class Scanner:
             self._replace_soon(path, entry)
         elif entry is not None and link_registry.target_of(entry) is not None:
             link_registry.unbind_links(self._store, [entry])  # a tool has replaced the link by a file
+            self._note_let_go(entry)
 
     def _is_unsettled(self, path: str, found: os.stat_result) -> bool:
         """Whether a file was changed a moment ago; if so, it is scheduled for a later scan."""
@@ -148,9 +146,9 @@ class Scanner:
 
     def _scan_link(self, path: str) -> None:
         name, link = self._folder.name(path), os.readlink(path)
-        entry = link_registry.find_bound(self._store, self._folder.prefix, name, link)
-        if entry is not None:
-            self._scan_own_link(path, name, link, entry)
+        held = link_registry.find_held(self._store, link)
+        if held is not None:
+            self._scan_own_link(path, name, link, held)
             return
         target = os.path.realpath(path)
         if not self._folder.has(target):
@@ -178,9 +176,7 @@ class Scanner:
         target = os.path.join(os.path.realpath(folder), last)
         if not self._folder.has(target) or not os.path.islink(target):
             return  # files outside the folder are not added
-        entry = link_registry.find_bound(
-            self._store, self._folder.prefix, self._folder.name(target), os.readlink(target)
-        )
+        entry = link_registry.find_held(self._store, os.readlink(target))
         before = self._store.entry(name)
         if entry is not None and (before is None or before.digest != entry.digest):
             source = {
@@ -192,44 +188,50 @@ class Scanner:
             link_registry.copy(self._store, entry, name, source)
             self._report(Event("added" if before is None else "changed", path, name, entry.size))
 
-    def _scan_own_link(self, path: str, name: str, link: str, entry: Entry) -> None:
-        """Scan a link that stands for a file: its own entry must be pinned, and its target must be right."""
-        # If no mount answers, the target is the same place in the mount that the link led into.
-        wanted = link.removesuffix(self._folder.below(entry.name)) + self._folder.below(name)
-        if self._mount is not None and self._mount.path(name) != wanted and answers(self._mount):
-            wanted = self._mount.path(name)
-        if (entry.name, link, entry.pinned) == (name, wanted, True):
-            return
-        found = os.lstat(path)
-        source = {"path": path, "size": entry.size, "mtime_ns": found.st_mtime_ns}
-        # Record both targets before the link is redirected: after a kill in between, the record still matches
-        # the link.
-        mode = entry.metadata["source"]["mode"]
-        binding = link_registry.Binding(entry._replace(name=name), source, wanted, mode, former_target=link)
+    def _scan_own_link(self, path: str, name: str, link: str, held: Entry) -> None:
+        """Scan a link that stands for a file: the entry named after it must have its bytes, and the mount
+        that it leads into must be there.
+        """
+        mount = self._mount if self._mount is not None and answers(self._mount) else None
+        wanted = link if mount is None else link_registry.target_in(mount, held.name)
+        before = self._store.entry(name, expired=True)
+        if before is not None and before.digest == held.digest and before.pinned:
+            source = before.metadata.get("source")
+            if isinstance(source, dict) and (source.get("link"), source.get("path")) == (wanted, path):
+                if link != wanted:  # a killed watcher had noted the new target
+                    replace.relink(path, link, wanted)
+                return
+        modified = os.lstat(path).st_mtime_ns
+        source = {"path": path, "size": held.size, "mtime_ns": modified}
+        prefix = held.metadata["prefix"] if mount is None else mount.prefix
+        # Record the target before the link is redirected: a link leads to the same held entry either way.
+        binding = link_registry.Binding(
+            held._replace(name=name, metadata={}), source, link_registry.modified_of(held.name),
+            held.metadata["mode"], held.name, wanted, prefix,
+        )  # fmt: skip
         if link_registry.bind_links(self._store, [binding]) == [None]:
             raise CastoreError(
-                f"the bytes of {entry.name!r} are not in the store any more; the link leads to nothing"
+                f"the bytes of {name!r} are not in the store any more; the link leads to nothing"
             )
-        if entry.name != name:
-            self.renamed.add(entry.name)
+        self._note_let_go(before)
         if link != wanted:
             replace.relink(path, link, wanted)
-            self._report(Event("relinked", path, name, entry.size))
+        self._report(Event("relinked", path, name, held.size))
+
+    def _note_let_go(self, entry: Entry | None) -> None:
+        """Have the link looked for that stood for the file of an entry until now."""
+        link = None if entry is None else link_registry.target_of(entry)
+        held = None if link is None else link_registry.held_of(link)
+        if held is not None:
+            self.let_go.add(held)
 
     def flush(self) -> None:
         """Name the entries of all files that were scanned, and replace those files by links if wanted."""
         self._adder.flush()
         self._replace()
 
-    def scan_missing(self, entries: Iterable[Entry], *, at_once: bool = False) -> None:
-        """Drop entries whose file is gone, with ``mirror``; without it, unpin those that had a link.
-
-        A link may have been renamed, and its new name be scanned later. So its entry is dropped by a second
-        look alone, if the new name was not seen.
-
-        Args:
-            at_once: drop entries that had a link, too.
-        """
+    def scan_missing(self, entries: Iterable[Entry]) -> None:
+        """Drop entries whose file is gone, with ``mirror``; without it, unpin those that had a link."""
         for entry in entries:
             if self._stop.is_set():
                 raise Stopped
@@ -240,16 +242,13 @@ class Scanner:
             if not _is_gone(path) or not self._folder.exists():
                 continue
             self.touched.add(path)
-            had_link = link_registry.target_of(entry) is not None
-            if self._options.mirror and (at_once or not had_link or entry.name in self.renamed):
+            self._note_let_go(entry)
+            if self._options.mirror:
                 if self._store.delete_unchanged(entry):
                     self._report(Event("dropped", path, entry.name, entry.size))
-            elif had_link:
-                link_registry.unbind_links(self._store, [entry], missing=True)
-                if self._options.mirror:
-                    self._schedule(path, _MISSING_SECONDS)
-                else:
-                    self._report(Event("unpinned", path, entry.name, entry.size))
+            elif link_registry.target_of(entry) is not None:
+                link_registry.unbind_links(self._store, [entry])
+                self._report(Event("unpinned", path, entry.name, entry.size))
 
     def _on_added(self, added: Added) -> None:
         path, entry, before = added
@@ -257,6 +256,7 @@ class Scanner:
             self._report(Event("added" if before is None else "changed", path, entry.name, entry.size))
         if before is not None and before.digest != entry.digest:
             self.touched.add(path)
+        self._note_let_go(before)
         if (
             before is not None
             and link_registry.target_of(before) is not None
@@ -294,7 +294,9 @@ class Scanner:
     def _on_replaced(self, file: Snapshot, entry: Entry, error: Exception | None) -> None:
         if error is None:
             self._report(Event("replaced", file.path, entry.name, entry.size))
-        elif isinstance(error, replace.KeptError):
+            return
+        self._note_let_go(entry)
+        if isinstance(error, replace.KeptError):
             self._report(Event("kept", file.path, entry.name, entry.size, str(error)))
         else:
             self._on_failed(file.path, error)
@@ -318,8 +320,8 @@ class Scanner:
         for path in conflicts:
             name = self._folder.name(path)
             above = (self._store.entry(name[:end]) for end, letter in enumerate(name) if letter == "/")
-            self.scan_missing((entry for entry in above if entry is not None), at_once=True)
-            self.scan_missing(self._store.entries(name), at_once=True)
+            self.scan_missing(entry for entry in above if entry is not None)
+            self.scan_missing(self._store.entries(name))
             self.scan(path)
         self.flush()
         self._conflicts = []

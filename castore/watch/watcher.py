@@ -1,8 +1,7 @@
 """Keeps the entries of a folder in step with its files: one full scan, then scans of paths with events.
 
 Events only name paths to scan (see scanner.py), so two watchers of a folder come to the same result. Existing
-paths are scanned before missing ones: a renamed link leads to the entry of its old name, and needs that entry
-until it has its own.
+paths are scanned before missing ones: a renamed file is known under its new name before its old one goes.
 
 One thread does everything; only events come from others. Memory does not grow with the number of files.
 """
@@ -21,6 +20,7 @@ from castore.watch import entry_sources, link_registry
 from castore.watch.dangling_links import LinkMonitor
 from castore.watch.events import EventQueue, WatchError
 from castore.watch.find_mount import NoMountError
+from castore.watch.link_census import LinkCensus
 from castore.watch.reports import Event
 from castore.watch.scanner import Scanner, Stop, Stopped
 from castore.watch.task import Task
@@ -55,6 +55,7 @@ class Watcher:
         except NoMountError:
             self._link_monitor.check_all()  # reports the links that lead to nothing
             raise
+        self._census = LinkCensus(self._store, self._folder)
         self._rescan_at = self._mount_at = 0.0
 
     def _handle_event(self, event: Event) -> None:
@@ -106,6 +107,7 @@ class Watcher:
         elif due := self._events.take():
             self._scan_paths(due)
         self._link_monitor.check_if_due()
+        self._report_store_errors(self._census.look_if_due)
         self._store.flush(seconds=_FLUSH_SECONDS)
 
     def _refuse_empty(self) -> None:
@@ -126,7 +128,8 @@ class Watcher:
         self._report_store_errors(self._scanner.scan_missing, self._own_entries())
         self._report_store_errors(self._scanner.rescan_conflicts)
         self._scanner.touched.clear()
-        self._scanner.renamed.clear()
+        self._scanner.let_go.clear()
+        self._census.suspect_all()
         self._drop_stale(self._folder.has)
         self._link_monitor.check_all()
 
@@ -155,7 +158,8 @@ class Watcher:
         self._report_store_errors(self._scanner.rescan_conflicts)
         touched = self._scanner.touched.copy()
         self._scanner.touched.clear()
-        self._scanner.renamed.clear()
+        self._census.suspect(self._scanner.let_go)
+        self._scanner.let_go.clear()
         if touched:
             for link in link_registry.copied_links(self._store, self._folder.prefix, touched):
                 self._events.put(link, 0)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from castore.errors import CastoreError
 from castore.gc.mount_barrier import Listener
-from castore.names import RESERVED
+from castore.names import LINKS, RESERVED
 from castore_fuse.lowlevel import ROOT
 from castore_fuse.nodes import Node
 from castore_fuse.operations import Operations
@@ -147,7 +147,8 @@ class Follower:
             return
         deadline = time.monotonic() + _COMMIT_SECONDS
         for record in records:
-            if not record.name.startswith(f"{RESERVED}/"):  # bytes kept of a remote: in no mount
+            # The other reserved names are bytes kept of a remote, which are in no mount.
+            if record.name.startswith(f"{LINKS}/") or not record.name.startswith(f"{RESERVED}/"):
                 self._waiting[record.name] = record.digest, deadline
         # A record is in the journal before its transaction commits. If the kernel were invalidated before the
         # commit, it would ask again, get the old answer and keep it. So each record waits until the index
@@ -199,7 +200,7 @@ class Follower:
 
     def _below_prefix(self, name: str) -> str | None:
         prefix = self._view.prefix
-        if not prefix:
+        if not prefix or name.startswith(f"{LINKS}/"):
             return name
         return name[len(prefix) + 1 :] if name.startswith(prefix + "/") else None
 

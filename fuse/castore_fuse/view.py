@@ -1,7 +1,8 @@
 """The view: names as a tree of files. The tree is defined here and only here, without any FUSE.
 
 Names are files, and their parts are folders; a folder exists as long as a name lies in it. The folder
-``.castore`` in the root is in no listing: ``.castore/objects/ab/<digest>`` is any blob, and
+``.castore`` in the root is in no listing: ``.castore/objects/ab/<digest>`` is any blob,
+``.castore/links/<digest>/<mtime>/<name>`` the file that a link of ``castore watch --replace`` stands for, and
 ``.castore/stat.json`` holds the figures of ``castore stat``. The names are those of a store, or of a commit
 of one of its remotes.
 
@@ -22,7 +23,7 @@ import xxhash
 
 from castore import Store
 from castore.errors import CorruptError
-from castore.names import PART_BYTES, RESERVED, below
+from castore.names import PART_BYTES, RESERVED, below, is_own_name
 from castore.read.file_tree import FileTree, HeldBlob
 from castore.records import DIGEST_SIZE, FileRow, entry_check
 from castore.system.ram_cache import MemoryLRU
@@ -170,16 +171,21 @@ class View:
         path = f"{folder}/{part}" if folder else part
         if path == RESERVED or path.startswith(RESERVED + "/"):
             return self._reserved(path)
-        name, now = self._full_name(path), time.time()
-        row = self.tree.file(name, now)
-        if row is not None:
-            file = _file(*row)
-            if not file.is_sound:
-                raise CorruptError(
-                    f"the index row of {name!r} has impossible values; `castore doctor` tells more"
-                )
+        file = self._file_of(self._full_name(path))
+        if file is not None:
             return file
         return Folder(path) if self.folder_exists(path) else None
+
+    def _file_of(self, name: str) -> File | None:
+        row = self.tree.file(name, time.time())
+        if row is None:
+            return None
+        file = _file(*row)
+        if not file.is_sound:
+            raise CorruptError(
+                f"the index row of {name!r} has impossible values; `castore doctor` tells more"
+            )
+        return file
 
     def folder_exists(self, path: str) -> bool:
         """Whether a name lies below that path."""
@@ -213,6 +219,8 @@ class View:
             return Folder(path)
         if parts == ["stat.json"]:
             return self._stat_file()
+        if parts[0] == "links":
+            return self._file_of(path) if is_own_name(path) else Folder(path) if len(parts) < 4 else None
         if len(parts) == 3 and parts[0] == "objects" and _is_hex(parts[2], 64) and parts[2][:2] == parts[1]:
             blob = self.tree.blob(bytes.fromhex(parts[2]))
             return File("", blob.digest, blob.size, self.since) if blob is not None else None

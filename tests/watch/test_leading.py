@@ -9,14 +9,11 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 import castore_fuse
 from castore import Store
 from castore.repair import doctor
 from castore.system.temporary import is_running
 from castore.watch import dangling_links
-from castore.watch.dangling_links import LinkedMount, mount_of
 from tests.watch.conftest import Watch, make_file, run
 
 
@@ -133,19 +130,6 @@ def test_links_that_are_gone_themselves_are_nobodys_worry(
     assert doctor.examine(store.path, [dangling_links.examine]) == []
 
 
-@pytest.mark.parametrize(
-    ("link", "mount"),
-    [
-        ("/mnt/in/a/b", LinkedMount("/mnt", "")),
-        ("/mnt/a/b", LinkedMount("/mnt", "in")),
-        ("/mnt/b", LinkedMount("/mnt", "in/a")),
-        ("/in/a/b", LinkedMount("/", "")),
-    ],
-)
-def test_the_mount_of_a_link_is_what_comes_before_the_name(link: str, mount: LinkedMount) -> None:
-    assert mount_of("in/a/b", link) == mount
-
-
 def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
@@ -159,8 +143,8 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
     (folder / "c").write_bytes(b"a tool has computed it anew")
     unpinned = run(store.path, "unpin", "in/a", "in/c")
     assert unpinned.stderr == (
-        f"castore: {folder}/a is a link that stands for 'in/a', and leads to nothing once gc has removed the"
-        " entry; `castore pin in/a` keeps it\n"
+        f"castore: {folder}/a is a link that stands for 'in/a': the bytes stay as long as the link does;"
+        " `castore rm in/a` lets go of them\n"
     )
     entry = store.entry("in/a")
     assert entry is not None

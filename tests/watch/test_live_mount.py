@@ -55,7 +55,7 @@ def test_a_mount_of_a_prefix_can_be_linked_into(
     with castore_fuse.mounted(store, tmp_path / "m", prefix="in") as root:
         watching = watch("--replace")
         watching.until("replaced")
-        assert os.readlink(folder / "a/b") == f"{root}/a/b"
+        assert os.readlink(folder / "a/b").startswith(f"{root}/.castore/links/")
         (folder / "a").rename(folder / "c")
         watching.until("relinked", "in/c/b")
         assert (folder / "c/b").read_bytes() == b"bytes"
@@ -112,7 +112,7 @@ def test_links_follow_the_mount_to_another_place(
     castore_fuse.umount(mountpoint)
     with castore_fuse.mounted(store, tmp_path / "elsewhere") as root:
         watch("--replace").until("relinked", "in/a")
-        assert os.readlink(path) == f"{root}/in/a"
+        assert os.readlink(path).startswith(f"{root}/.castore/links/")
         assert path.read_bytes() == b"a"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.names import LINKS
 from castore.records import Entry
 from castore.system.temporary import pid_namespace, process_started
 from castore.watch import entry_sources, link_registry, replace
@@ -22,7 +23,7 @@ from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
 from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 from castore.watch.reports import Event
-from castore.watch.restore import restore
+from castore.watch.restore import restore_all
 from castore.watch.scanner import Scanner, Stop
 from castore.watch.task import Task, WatchOptions
 from tests.helpers import flip, payload, text
@@ -43,12 +44,18 @@ def test_files_become_links_with_the_same_bytes_and_times(
     assert watching.end() == 0
     for name, content in data.items():
         path = folder / name
-        assert os.readlink(path) == f"{mountpoint}/in/{name}"
+        entry = store.entry(f"in/{name}")
+        assert entry is not None
+        held = f"{entry.digest}/{before[name].st_mtime_ns}/{path.name}"
+        assert os.readlink(path) == f"{mountpoint}/.castore/links/{held}"
         assert path.read_bytes() == content
         assert path.lstat().st_mtime_ns == before[name].st_mtime_ns
         assert abs(path.stat().st_mtime - before[name].st_mtime) < 1e-6
         assert path.stat().st_size == before[name].st_size
     assert real_bytes(folder) < taken / 10
+    figures = store.stat()
+    assert (figures.entries, len(store)) == (len(data), len(data))
+    assert figures.logical == sum(map(len, data.values()))
     store.gc(max_size=0, grace=0)
     assert all((folder / name).read_bytes() == content for name, content in data.items()), (
         "gc took a link's bytes"
@@ -287,27 +294,28 @@ def test_a_renamed_link_whose_old_name_is_scanned_first_keeps_its_bytes(
         )
     path.rename(folder / "b")
     events: list[Event] = []
-    again: list[str] = []
     shown = WatchedFolder(str(folder), "in", str(store.path))
     task = Task(store, shown, WatchOptions(mirror=mirror, replace=True, settle=0.0), events.append)
-    scanner = Scanner(task, lambda path, seconds: again.append(path), Stop())
+    scanner = Scanner(task, lambda path, seconds: None, Stop())
     scanner.scan_missing(list(store.entries("in/a")))
-    assert store.get("in/a") == b"bytes" * 100
+    store.gc(max_size=0, grace=0)
+    assert (folder / "b").read_bytes() == b"bytes" * 100
     scanner.scan(str(folder / "b"))
     scanner.flush()
     entry = store.entry("in/b")
     assert entry is not None
     assert entry.pinned
-    assert os.readlink(folder / "b") == f"{mountpoint}/in/b"
-    assert again == ([str(path)] if mirror else [])
-    scanner.scan_missing(list(store.entries("in/a")))
-    assert [event.event for event in events] == (
-        ["relinked", "dropped"] if mirror else ["unpinned", "relinked"]
-    )
+    assert [event.event for event in events] == ["dropped" if mirror else "unpinned", "relinked"]
     store.gc(max_size=0, grace=0)
     assert (folder / "b").read_bytes() == b"bytes" * 100
-    restore(store, str(folder / "b"), entry, lambda size: None)
+    restore_all(store, shown, events.append, lambda size: None)
     assert (folder / "b").stat().st_mode & 0o777 == 0o640
+    assert held(store) == []
+
+
+def held(store: Store) -> list[str]:
+    """The paths of links whose bytes are held."""
+    return [one.metadata["path"] for one in store.index.own_entries(LINKS)]
 
 
 def put_as_watched(store: Store, path: Path) -> Entry:
