@@ -106,8 +106,12 @@ def is_own_name(name: str) -> bool:
     return _OWN(name) is not None
 
 
-def check_prefix(prefix: str) -> str:
+def check_prefix(prefix: str, what: str = "prefix") -> str:
     """`prefix`, a folder of names, without its trailing slash; "" means all names.
+
+    Args:
+        prefix: the folder.
+        what: the argument's name, for the message.
 
     Raises:
         InvalidNameError: it is neither empty nor a good name.
@@ -115,9 +119,9 @@ def check_prefix(prefix: str) -> str:
     >>> check_prefix("imagenet/"), check_prefix("")
     ('imagenet', '')
     """
-    text = _plain(prefix, "prefix")
+    text = _plain(prefix, what)
     bare = text if text == "/" else text.removesuffix("/")
-    return _check_slowly(bare, "prefix") if bare else ""
+    return _check_slowly(bare, what) if bare else ""
 
 
 def below(name: str) -> tuple[str, str]:

@@ -279,10 +279,12 @@ def check(
     else:
         for problem in (*found.problems, *found.history):
             typer.echo(_describe_problem(problem))
-        orphans = f"; {plural(found.orphans, 'object')} of no ref: {format_size(found.orphaned)}"
+        orphans = ""
+        if found.orphans and found.orphaned is not None:
+            orphans = f"; {plural(found.orphans, 'object')} of no ref: {format_size(found.orphaned)}"
         typer.echo(
             f"{plural(len(found.refs), 'ref')}, {plural(found.objects, 'object')},"
-            f" {plural(len(found.problems), 'problem')}{orphans if found.orphans else ''}"
+            f" {plural(len(found.problems), 'problem')}{orphans}"
         )
         if found.history:
             typer.echo(
@@ -345,4 +347,4 @@ def gc(
 
 def _describe_problem(problem: RemoteProblem) -> str:
     names = f", needed by {', '.join(problem.names)}" if problem.names else ""
-    return f"{problem.ref}: {problem.key or 'history'}: {problem.why}{names}"
+    return f"{problem.ref}: {problem.key}: {problem.why}{names}"

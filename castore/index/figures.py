@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from castore.index.database import Index
+from castore.names import LINKS, below
 from castore.records import LOST
 
 
@@ -36,10 +37,13 @@ def next_expiries(index: Index, now: float) -> list[tuple[str, float]]:
 
 
 def largest_prefixes(index: Index) -> list[PrefixSize]:
-    """The eight top folders with the most bytes. Reads every entry's row."""
+    """The eight top folders with the most bytes. Reads every entry's row. Entries that hold bytes for
+    links do not count.
+    """
     rows = index.file.rows(
         "SELECT substr(name, 1, instr(name || '/', '/') - 1) AS prefix, count(*), sum(size) FROM entries"
-        " GROUP BY prefix ORDER BY 3 DESC LIMIT 8"
+        " WHERE NOT (name > ? AND name < ?) GROUP BY prefix ORDER BY 3 DESC LIMIT 8",
+        below(LINKS),
     )
     return [PrefixSize(*row) for row in rows]
 

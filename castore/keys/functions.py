@@ -154,6 +154,8 @@ def _dispatch_registry(function: types.FunctionType) -> dict[type, Any] | None:
 
 def _function(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
     yield function.__qualname__
+    if function.__name__ != function.__qualname__.rpartition(".")[2]:  # somebody has set it
+        yield "name", function.__name__
     library = library_of(function.__globals__.get("__name__"))
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if library:

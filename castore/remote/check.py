@@ -114,7 +114,7 @@ def check(
         *damaged,
         *lost,
         *found.problems,
-        *(RemoteProblem(ref, key, _MISSING, ()) for key, ref in found.pages.items() if key not in there),
+        *_wrong_pages(there, found.pages, pages),
         *_missing(there, found.needs),
     ]
     if deep:
@@ -129,13 +129,14 @@ def check(
             elif why is not None:
                 problems.append(found.needs[key].problem(key, why))
     orphans = [key for key in there if key not in meant and not key.startswith("dicts/")]
-    in_history = {key for key, need in found.needs.items() if need.commit}
+    in_history = {key for key, need in found.needs.items() if need.commit} | found.lost_history
+    is_known = not damaged and not found.problems  # else refs may mean more than was found
     return Checked(
         sorted(refs),
         len(meant & there.keys()),
         [problem for problem in problems if problem.key not in in_history],
-        len(orphans),
-        sum(there[key] for key in orphans),
+        len(orphans) if is_known else None,
+        sum(there[key] for key in orphans) if is_known else None,
         [problem for problem in problems if problem.key in in_history],
     )
 
@@ -156,6 +157,13 @@ class _Meant:
         self.pages: dict[str, str] = {}
         self.needs: dict[str, _Need] = {}
         self.problems: list[RemoteProblem] = []
+        #: Keys of lost pages that only older commits need.
+        self.lost_history: set[str] = set()
+        self._reading = b""
+
+    def _read(self, digest: bytes) -> bytes:
+        self._reading = digest
+        return self._cache.read(digest)
 
     def history(self, ref: str, newest: bytes) -> Iterator[tuple[bytes, Commit]]:
         """The commits of a ref, newest first. Ends where older ones were removed, and at a lost one."""
@@ -186,7 +194,7 @@ class _Meant:
         if found is None:
             return False
         digest, commit = found
-        tree = Tree(commit.tree, self._cache.read, self._cache.expect)
+        tree = Tree(commit.tree, self._read, self._cache.expect)
         try:
             leaves = [leaf for leaf in tree.leaves() if page_key(leaf.page) not in self.pages]
             new = [key for key in map(page_key, tree.pages()) if key not in self.pages]
@@ -203,7 +211,13 @@ class _Meant:
         except (RemoteUnreachableError, RemoteDeniedError):
             raise
         except (CorruptError, RemoteError) as error:
-            self.problems.append(RemoteProblem(ref, None, str(error), ()))
+            key = page_key(self._reading)
+            if all(problem.key != key for problem in self.problems):
+                why = _MISSING if isinstance(error, RemoteMissingError) else str(error)
+                if not is_newest:
+                    why += f"; commit {digest.hex()[:_DIGITS]} of its history needs it"
+                    self.lost_history.add(key)
+                self.problems.append(RemoteProblem(ref, key, why, ()))
         return True
 
 
@@ -213,6 +227,16 @@ def _meant_by_results(bucket: Bucket) -> Iterator[str]:
         if record is not None:
             yield listed.key
             yield record.object_key or listed.key
+
+
+def _wrong_pages(there: dict[str, int], found: dict[str, str], cache: PageCache) -> Iterator[RemoteProblem]:
+    """Pages that the bucket lacks, or has with another length than this store's cache."""
+    for key, ref in found.items():
+        size, right = there.get(key), cache.size(bytes.fromhex(key.removeprefix(TREES)))
+        if size is None:
+            yield RemoteProblem(ref, key, _MISSING, ())
+        elif right is not None and size != right:
+            yield RemoteProblem(ref, key, f"it has {size} bytes, and should have {right}", ())
 
 
 def _missing(there: dict[str, int], needs: dict[str, _Need]) -> Iterator[RemoteProblem]:

@@ -10,12 +10,17 @@ from typing import Any
 
 from blake3 import blake3
 
-from castore.errors import InvalidNameError
+from castore.errors import InvalidNameError, InvalidValueError
 
 #: Format and options of the remote. A place that has this object is a remote.
 SETTINGS = "castore-remote.json"
 TREES, COMMITS, REFS, RESULTS, CLAIMS = "trees/", "commits/", "refs/", "keys/", "claims/"
 
+#: The folders of a remote. Its collector and its readers take what lies in them for their own.
+FOLDERS = frozenset(
+    folder.rstrip("/") for folder in ("objects", "packs", "dicts", TREES, COMMITS, REFS, RESULTS, CLAIMS)
+)
+_COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -82,8 +87,27 @@ def check_ref(ref: Any, kind: str = "ref") -> str:
     'imagenet-2012'
     """
     if not isinstance(ref, str) or not is_ref(ref):
+        name, at, commit = str(ref).partition("@")
+        if kind == "ref" and at and is_ref(name):
+            raise InvalidNameError(
+                f"{ref!r} cannot be a ref: behind the @ stands a commit, which `Remote.pull` and `Remote.log`"
+                f" take as commit={commit!r}"
+            )
         raise InvalidNameError(
             f"{ref!r} cannot be a {kind}: use up to 100 letters, digits, dots, dashes and underscores,"
             " the first a letter or a digit, the last no dot"
         )
     return str(ref)
+
+
+def check_commit(digits: Any) -> str:
+    """Return ``digits``, if they can be the first of a commit's id.
+
+    Raises:
+        InvalidValueError: they cannot.
+    """
+    if not isinstance(digits, str) or not _COMMIT_ID.fullmatch(digits):
+        raise InvalidValueError(
+            f"{digits!r:.80} is no commit: give at least 6 of its hex digits, as `castore log` shows"
+        )
+    return digits

@@ -127,13 +127,13 @@ class RemoteProblem(NamedTuple):
 
     Attributes:
         ref: a ref that means it.
-        key: of the object in the bucket; None for a page that ``why`` names.
+        key: of the object in the bucket.
         why: what is wrong.
         names: some of the names that need it.
     """
 
     ref: str
-    key: str | None
+    key: str
     why: str
     names: tuple[str, ...]
 
@@ -189,7 +189,7 @@ class Checked(NamedTuple):
         objects: number of objects that refs mean and that are there.
         problems: what is missing or damaged.
         orphans: number of objects that no ref means: those of interrupted pushes, and of commits that were
-            removed.
+            removed. None if it cannot be told, because a ref, a commit or a page of a tree is lost.
         orphaned: their bytes.
         history: objects that only older commits need, and that are missing or damaged. Nothing repairs these;
             `Remote.gc` with ``keep_commits`` ends the history before them.
@@ -200,7 +200,7 @@ class Checked(NamedTuple):
     refs: list[str]
     objects: int
     problems: list[RemoteProblem]
-    orphans: int
-    orphaned: int
+    orphans: int | None
+    orphaned: int | None
     history: list[RemoteProblem]
     warnings: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ from castore.system.temporary import create_temporary, make_folder
 # Commits whose roots are fetched ahead.
 _COMMITS_AHEAD = 8
 _COMMIT = re.compile(f"{COMMITS}[0-9a-f]{{64}}")
+_ADVICE = "`castore remote check --deep --repair` in a store that has the page uploads it again"
 
 
 def read_cached(store: Path, digest: bytes) -> bytes | None:
@@ -76,6 +77,7 @@ class PageCache:
 
         Raises:
             RemoteMissingError: the bucket has no such page.
+            CorruptError: the bucket has other bytes.
         """
         coming = self._coming.pop(digest, None)
         return self.load(digest) if coming is None else coming.result()
@@ -93,7 +95,7 @@ class PageCache:
             self.expect(missing)
             for digest in missing:
                 self.read(digest)
-        except RemoteMissingError:
+        except (RemoteMissingError, CorruptError):
             return False
         return True
 
@@ -153,6 +155,13 @@ class PageCache:
                 yield coming.popleft()
         yield from coming
 
+    def size(self, digest: bytes) -> int | None:
+        """Length of a page in the cache, or None if it is not there."""
+        try:
+            return os.stat(self._path(digest)).st_size
+        except FileNotFoundError:
+            return None
+
     def has(self, digest: bytes) -> bool:
         """Whether the cache has the bytes of that digest."""
         return read_cached(self._folder.parent, digest) is not None
@@ -167,10 +176,20 @@ class PageCache:
     def load(self, digest: bytes) -> bytes:
         """`read`, without regard to pages that are expected."""
         data = read_cached(self._folder.parent, digest)
-        if data is None:
-            data = self._bucket.get(page_key(digest)).data
-            if digest_of(data) == digest:  # the reader of the page reports another digest
-                self.keep(digest, data)
+        if data is not None:
+            return data
+        key = page_key(digest)
+        try:
+            data = self._bucket.get(key).data
+        except RemoteMissingError as error:
+            raise RemoteMissingError(f"{error}, a page of a tree; {_ADVICE}") from error
+        if digest_of(data) != digest:
+            raise CorruptError(
+                f"{self._bucket.url}/{key}, a page of a tree, is damaged: its bytes have another digest;"
+                f" {_ADVICE}",
+                where=key,
+            )
+        self.keep(digest, data)
         return data
 
     def _path(self, digest: bytes) -> Path:

@@ -6,7 +6,6 @@ the next one goes on behind them.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -36,6 +35,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.compare import Compared, Content, Difference, agree, compare, content_of, list_names
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
 from castore.remote.kept_bytes import drop_parts
+from castore.remote.keys import check_commit
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -50,7 +50,6 @@ _NAMES, _COMMIT = 10_000, 1000
 # Seconds after which what has come is committed in any case.
 _COMMIT_SECONDS = 1.0
 _DIGESTS = 500
-_COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 
 
 class _Plan(NamedTuple):
@@ -85,6 +84,7 @@ def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
 
     Raises:
         RemoteMissingError: there is no such ref, or no such commit in its history.
+        InvalidValueError: ``start`` cannot be digits of a commit.
         RemoteError: several commits begin so.
     """
     seen = commits.read_ref(bucket, ref)
@@ -93,10 +93,7 @@ def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
         raise RemoteMissingError(f"{bucket.url} has no ref {ref!r}; its refs: {others}")
     if start is None:
         return seen.commit
-    if not _COMMIT_ID.fullmatch(start):
-        raise RemoteMissingError(
-            f"{start!r} is no commit: give at least 6 of its hex digits, as `castore log` shows"
-        )
+    check_commit(start)
     found = []
     try:
         for digest, _ in commits.history(bucket, seen.commit):

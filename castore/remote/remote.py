@@ -25,7 +25,7 @@ from castore.names import check_name, check_prefix
 from castore.parts import Parts
 from castore.remote.error_values import rebuild
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.keys import COMMITS, REFS, check_ref
+from castore.remote.keys import COMMITS, REFS, TREES, check_commit, check_ref
 from castore.remote.outcomes import (
     Checked,
     Progress,
@@ -41,7 +41,7 @@ from castore.remote.outcomes import (
 )
 from castore.remote.remotes import RemoteSettings
 from castore.system.job_rank import check_shard
-from castore.units import parse_duration
+from castore.units import as_whole, parse_duration
 
 log = logging.getLogger("castore")
 
@@ -188,15 +188,12 @@ class Remote:
                 have come.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty
                 nor a name.
-            InvalidValueError: ``commit`` is no text.
+            InvalidValueError: ``commit`` is not 6 or more hex digits.
             FullError: they do not fit into the budget or onto the disk.
         """
-        check_prefix(prefix)
-        if below:
-            check_name(below.rstrip("/"))
         arguments: dict[str, Any] = {
-            "ref": check_ref(ref), "start": _check_commit(commit), "prefix": prefix.rstrip("/"),
-            "below": below.rstrip("/"), "replace": replace, "lazy": lazy, "remote": self.name,
+            "ref": check_ref(ref), "start": _check_commit(commit), "prefix": check_prefix(prefix),
+            "below": check_prefix(below, "folder"), "replace": replace, "lazy": lazy, "remote": self.name,
         }  # fmt: skip
         self._parts.index.require_writable()
         return Pulled(**self._call("pull", arguments, progress))
@@ -287,11 +284,12 @@ class Remote:
             RemoteMissingError: there is no such ref or commit.
             CorruptError: that commit is damaged.
             InvalidNameError: ``ref`` cannot be the name of a ref.
-            InvalidValueError: ``limit`` is less than 1, or ``commit`` is no text.
+            InvalidValueError: ``limit`` is less than 1, or ``commit`` is not 6 or more hex digits.
         """
-        if limit < 1:
-            raise InvalidValueError(f"limit must be 1 or more, not {limit}")
-        arguments = {"ref": check_ref(ref), "start": _check_commit(commit), "limit": limit}
+        most = as_whole(limit)
+        if most is None or most < 1:
+            raise InvalidValueError(f"limit must be a whole number, 1 or more, not {limit!r:.80}")
+        arguments = {"ref": check_ref(ref), "start": _check_commit(commit), "limit": most}
         return [RemoteCommit(**fields) for fields in self._call("log", arguments)]
 
     def diff(
@@ -332,7 +330,7 @@ class Remote:
             progress: called with stored bytes that are here, and the stored bytes of all.
 
         Raises:
-            InvalidValueError: there is no such shard, or ``commit`` is no text.
+            InvalidValueError: there is no such shard, or ``commit`` is not 6 or more hex digits.
             FullError: it does not fit into the store's budget.
             RemoteMissingError: there is no such ref, commit or prefix.
             CorruptError: the commit is damaged, or a page of its tree is.
@@ -410,13 +408,16 @@ class Remote:
                 f"results that were not used for {unused} cannot be told: uses are noted once a day; take at"
                 " least 2 days"
             )
-        if keep_commits is not None and keep_commits < 1:
-            raise InvalidValueError(f"{keep_commits} commits cannot be kept: keep the newest one at least")
+        kept = None if keep_commits is None else as_whole(keep_commits)
+        if keep_commits is not None and (kept is None or kept < 1):
+            raise InvalidValueError(
+                f"{keep_commits!r:.80} commits cannot be kept: keep the newest one at least"
+            )
         if self.settings.read_only and not dry_run:
             raise RemoteDeniedError(
                 f"remote {self.name!r} was added with --read-only, so nothing in it is deleted"
             )
-        arguments = {"keep_commits": keep_commits, "grace": seconds, "unused": idle, "dry_run": dry_run}
+        arguments = {"keep_commits": kept, "grace": seconds, "unused": idle, "dry_run": dry_run}
         return RemoteCollected(**self._call("gc", arguments, progress))
 
     def repair(self, checked: Checked, *, progress: Progress | None = None) -> list[Pushed]:
@@ -432,16 +433,17 @@ class Remote:
 
         Returns:
             The outcome for each ref, if there are problems, but for refs that are damaged themselves, or
-            whose newest commit no longer exists here or there. Another `check` lists what is still missing.
+            whose newest commit, or a page of its tree, no longer exists here or there. Another `check` lists
+            what is still missing.
 
         Raises:
             CorruptError: a blob here is damaged.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
-        keys = [(problem.ref, problem.key) for problem in checked.problems if problem.key is not None]
+        keys = [(problem.ref, problem.key) for problem in checked.problems]
         bad = [key.rpartition("/")[2] for _, key in keys if not key.startswith(REFS)]
         damaged = {ref for ref, key in keys if key.startswith(REFS)}
-        without_commit = {ref for ref, key in keys if key.startswith(COMMITS)}
+        without_tree = {ref for ref, key in keys if key.startswith((COMMITS, TREES))}
         repaired: list[Pushed] = []
         for ref in checked.refs if bad else ():
             if ref in damaged:  # nothing says what its names are
@@ -453,8 +455,8 @@ class Remote:
             except (RemoteDeniedError, RemoteUnreachableError):
                 raise
             except (CorruptError, RemoteError) as error:
-                of_store = isinstance(error, CorruptError) and not (error.where or "").startswith(COMMITS)
-                if of_store or ref not in without_commit:
+                of_remote = isinstance(error, RemoteError) or (error.where or "").startswith((COMMITS, TREES))
+                if not of_remote or ref not in without_tree:
                     raise
         return repaired
 
@@ -525,9 +527,7 @@ def _check_version(version: Any) -> tuple[str, str | None]:
 
 
 def _check_commit(commit: Any) -> str | None:
-    if commit is not None and not isinstance(commit, str):
-        raise InvalidValueError(f"a commit is named by the first digits of its id, not by {commit!r:.80}")
-    return commit
+    return None if commit is None else check_commit(commit)
 
 
 def _check_note(note: Any) -> None:

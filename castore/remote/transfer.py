@@ -17,12 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from castore.errors import CastoreError, CorruptError, RemoteError, RemoteMissingError
+from castore.errors import (
+    CastoreError,
+    CorruptError,
+    InvalidValueError,
+    RemoteDeniedError,
+    RemoteError,
+    RemoteMissingError,
+)
 from castore.parts import Parts
 from castore.remote import commits, marker
 from castore.remote.background_work import BackgroundWork
@@ -30,6 +37,7 @@ from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.error_values import describe
 from castore.remote.fetcher_client import FetcherClient
+from castore.remote.keys import FOLDERS
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
 from castore.remote.process import open_parts
@@ -76,16 +84,36 @@ class _Call:
         """Make the place a remote and try it out; returns what may surprise."""
         from castore.remote.probe import probe
 
+        if not read_only:
+            self._require_not_inside()
         marker.prepare(self.bucket, read_only=read_only)
         found = probe(self.bucket, writes=not read_only)
         if not found.fit_for_reading:
             raise RemoteError(f"{self.bucket.url} cannot be a remote: {'; '.join(found.sentences)}")
+        if not (read_only or found.writes):
+            raise RemoteDeniedError(
+                f"nothing can be written to {self.bucket.url}: {'; '.join(found.sentences)}; add it with"
+                " --read-only, or get the right to write"
+            )
         if not (read_only or single_writer or found.fit_for_sharing):
             raise RemoteError(
                 f"several stores cannot write to {self.bucket.url}: {'; '.join(found.sentences)};"
                 " add it with --read-only, or with --single-writer if only one process pushes at a time"
             )
         return list(found.sentences)
+
+    def _require_not_inside(self) -> None:
+        """Check that the place is in none of the folders of a remote, which collects what it finds there."""
+        parts = self.bucket.url.split("/")
+        for count in range(3, len(parts)):
+            if parts[count] in FOLDERS and "/".join(parts[:count]) != "file://":
+                outer = open_metered("/".join(parts[:count]), self.parts.usage, None, None)
+                with suppress(RemoteError):  # it is none, or nobody may look
+                    marker.check(outer)
+                    raise InvalidValueError(
+                        f"{self.bucket.url} lies in a folder of the remote {outer.url}, whose `castore remote"
+                        " gc` would delete it; choose another place"
+                    )
 
     def push(self, remote: str, ref: str, bad: list[str], **options: Any) -> dict[str, Any]:
         from castore.remote.push import push

@@ -113,7 +113,7 @@ class WatchedFolder:
         return (path for path in self._walk(self.root, inside) if os.path.islink(path))
 
     def _walk(self, path: str, inside: Callable[[str], Iterator[os.DirEntry[str]]]) -> Iterator[str]:
-        """What is at or below a folder and is no folder, given what of a folder's contents counts."""
+        """Files and links at or below a folder, given those of a folder's contents that count."""
         waiting = [inside(path)]
         while waiting:
             item = next(waiting[-1], None)

@@ -301,8 +301,8 @@ def test_what_cannot_be_pulled_is_one_sentence(cli: Cli, team: str) -> None:
     cli("push")
     cases: list[tuple[tuple[str, ...], int, str]] = [
         (("other",), 1, "has no ref 'other'; its refs: main"),
-        (("main@",), 1, "'' is no commit: give at least 6 of its hex digits"),
-        (("main@12345",), 1, "'12345' is no commit"),
+        (("main@",), 2, "'' is no commit: give at least 6 of its hex digits"),
+        (("main@12345",), 2, "'12345' is no commit"),
         (("main@" + 64 * "0",), 1, "has no commit 0000"),
         (("main", "--prefix", "nothing"), 1, "ref 'main' has no name at or below 'nothing'"),
         (("a/b",), 2, "'a/b' cannot be a ref"),

@@ -91,6 +91,10 @@ EDITS: dict[str, tuple[str, list[str]]] = {
         )
         for reader in ("ask.__doc__", "doc(ask)", "inspect.getdoc(ask)")
     },
+    "a name that a function was given": (
+        "def ask(x): pass\nask.__name__ = 'EDIT'\ndef step(x): return ask.__name__",
+        ["one", "two", "ask"],
+    ),
     "a class's docstring": (
         "class A:\n    'EDIT'\n    def f(self): return self.__doc__\ndef step(x): return A().f()",
         ["one", "two"],

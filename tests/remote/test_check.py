@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def test_what_is_missing_or_damaged_is_found_and_repaired_from_a_store_that_has_
         else:
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
-    checked = remote.check(deep=how != "gone")
+    checked = remote.check(deep=how == "flipped")
     assert checked.problems
     assert all(problem.key and problem.key.startswith(folder) for problem in checked.problems)
     names = {name for problem in checked.problems for name in problem.names}
@@ -121,6 +122,34 @@ def test_what_is_missing_or_damaged_is_found_and_repaired_from_a_store_that_has_
         assert {entry.name: entry.digest for entry in other.entries()} == {
             entry.name: entry.digest for entry in store.entries()
         }
+
+
+@pytest.mark.parametrize("how", ["gone", "flipped", "cut"])
+def test_a_store_without_the_lost_pages_names_them_and_counts_no_orphans(
+    store: Store, remote: Remote, bucket: Path, tmp_path: Path, how: str
+) -> None:
+    """Regression: "history" stood in the place of the page, and all that the ref means was of no ref."""
+    for path in files(bucket, "trees"):
+        if how == "gone":
+            path.unlink()
+        elif how == "cut":
+            os.truncate(path, path.stat().st_size // 2)
+        else:
+            flip(path, path.stat().st_size // 2)
+    with Store(tmp_path / "other", memory=0) as other:
+        team = know(other, "team", remote.url)
+        checked = team.check()
+        assert {problem.key.partition("/")[0] for problem in checked.problems} == {"trees"}
+        assert {problem.ref for problem in checked.problems} <= {"main", "second"}
+        assert (checked.orphans, checked.orphaned, checked.history) == (None, None, [])
+        assert team.repair(checked) == [], "it has nothing to give"
+        error = RemoteMissingError if how == "gone" else CorruptError
+        with pytest.raises(
+            error, match=r"trees/.* a page of a tree.*remote check --deep --repair` in a store"
+        ):
+            team.pull()
+    remote.repair(remote.check(deep=True))
+    assert remote.check(deep=True).problems == []
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])

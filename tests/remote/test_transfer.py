@@ -9,8 +9,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pytest
 
 import castore
@@ -274,6 +275,37 @@ def test_remotes_are_kept_by_the_store_and_hold_no_more_than_was_given(
             store.add_remote(name, url)
     agrees_with_disk(store)
     assert castore.Store(store.path).verify().bad == []
+
+
+@pytest.mark.parametrize("folder", ["packs", "objects/ab", "trees/deep/er"])
+def test_a_remote_in_a_folder_of_another_is_refused(store: Store, url: str, folder: str) -> None:
+    """Regression: the collector of the outer remote condemned all that was in it."""
+    store.put("a", b"1")
+    store.add_remote("outer", url).push()
+    with pytest.raises(InvalidValueError, match=f"{folder} lies in a folder of the remote {url},"):
+        store.add_remote("inner", f"{url}/{folder}")
+    assert store.remotes() == ["outer"]
+    store.add_remote("beside", f"{url}/castore")
+
+
+def test_arguments_of_other_peoples_types_are_taken_or_refused_in_a_sentence(store: Store, url: str) -> None:
+    store.put("a", b"1")
+    remote = know(store, "team", url)
+    commit = remote.push().commit
+    assert [one.commit for one in remote.log(limit=np.int64(2))] == [commit]
+    remote.gc(keep_commits=np.int64(2), dry_run=True)
+    assert remote.pull(below="copy/", prefix="a/").added == 1
+    for below in (PurePosixPath("x"), b"x", None):
+        with pytest.raises(InvalidNameError, match="a folder is a str, not "):
+            remote.pull(below=below)  # type: ignore[arg-type]
+    with pytest.raises(InvalidNameError, match=f"take as commit='{commit[:8]}'"):
+        store.pull(f"main@{commit[:8]}", remote="team")
+    for wrong in ("12345", "xyz123", "", 7):
+        with pytest.raises(InvalidValueError, match="is no commit: give at least 6 of its hex digits"):
+            remote.log(commit=wrong)  # type: ignore[arg-type]
+    for wrong_limit in (0, 1.5, "2", True):
+        with pytest.raises(InvalidValueError, match="limit must be a whole number"):
+            remote.log(limit=wrong_limit)  # type: ignore[arg-type]
 
 
 def test_a_place_that_is_no_remote_is_not_written_to_by_a_reader(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.index.figures import PrefixSize
 from castore.names import LINKS
 from castore.records import Entry
 from castore.system.temporary import pid_namespace, process_started
@@ -55,7 +56,8 @@ def test_files_become_links_with_the_same_bytes_and_times(
     assert real_bytes(folder) < taken / 10
     figures = store.stat()
     assert (figures.entries, len(store)) == (len(data), len(data))
-    assert figures.logical == sum(map(len, data.values()))
+    size = sum(map(len, data.values()))
+    assert (figures.logical, figures.prefixes) == (size, [PrefixSize("in", len(data), size)])
     store.gc(max_size=0, grace=0)
     assert all((folder / name).read_bytes() == content for name, content in data.items()), (
         "gc took a link's bytes"
