@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +105,7 @@ class BegunPull(NamedTuple):
     coming: frozenset[bytes] = frozenset()
 
 
+@lru_cache(maxsize=16_384)  # a pull notes each name of a transaction before and after it
 def mark_of(name: str) -> bytes:
     """The bytes that stand for a name in the note of a pull."""
     return blake3(name.encode()).digest(_MARK)

@@ -102,6 +102,16 @@ def _castore_lazy(folder: Path, samples: int, options: dict[str, Any]) -> Iterat
     yield _shuffled(Names(folder / STORE, samples), options)
 
 
+@contextmanager
+def _castore_pulled(folder: Path, samples: int, options: dict[str, Any]) -> Iterator[Any]:
+    """A store with the remote's names and bytes."""
+    import castore
+
+    with castore.Store(folder / STORE) as store:
+        store.pull(remote=REMOTE)
+    yield _shuffled(Names(folder / STORE, samples), options)
+
+
 def _shuffled(dataset: Dataset[torch.Tensor], options: dict[str, Any]) -> Any:
     return DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(_SEED), **options)
 
@@ -188,6 +198,7 @@ def _read_bytes(path: str) -> bytes:
 CONTESTANTS: dict[str, Callable[[Path, int, dict[str, Any]], Any]] = {
     "castore": _castore,
     "castore-lazy": _castore_lazy,
+    "castore-pulled": _castore_pulled,
     "castore-local": _castore_local,
     "mosaic": _mosaic,
     "litdata": _litdata,

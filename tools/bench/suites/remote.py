@@ -459,7 +459,8 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
         for path in packed.iterdir():
             if path.is_file():
                 storage.upload(f"{peer}/{path.name}", path)
-    ours, lazy, local = "castore, mount", "castore, pull --lazy", "castore, local mount"
+    ours, lazy, pulled = "castore, mount", "castore, pull --lazy", "castore, pull"
+    local = "castore, local mount"
     mosaic, litdata = "mosaicml-streaming", "litdata"
     label, unit = f"{samples} samples of 20 KB, {_WORKERS} workers", per_second(samples, "samples/s")
     with ExitStack() as stack:
@@ -472,6 +473,7 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
         ways = {
             ours: streamer("castore", True),
             lazy: streamer("castore-lazy", True),
+            pulled: streamer("castore-pulled", True),
             mosaic: streamer("mosaic", False),
             litdata: streamer("litdata", False),
         }
@@ -480,7 +482,7 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
             f"cold, first epoch, {label}",
             unit,
             [
-                Contestant(name, way.epoch, way.afresh, ours=name in (ours, lazy))
+                Contestant(name, way.epoch, way.afresh, ours=name in (ours, lazy, pulled))
                 for name, way in ways.items()
             ],
             reference=mosaic,
@@ -495,7 +497,10 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
         yield Row(
             f"cold, second epoch, {label}",
             unit,
-            [Contestant(name, way.epoch, ours=name in (ours, lazy, local)) for name, way in ways.items()],
+            [
+                Contestant(name, way.epoch, ours=name in (ours, lazy, pulled, local))
+                for name, way in ways.items()
+            ],
             reference=local,
             cold=True,
             goals=[Goal(ours, 0.95, local)],
