@@ -30,7 +30,7 @@ _GOOD = re.compile(rf"(?!{re.escape(RESERVED)}(?:/|\Z)){_PART}(?:/{_PART})*").fu
 _DIGEST = "[0-9a-f]{64}"
 _OWN = re.compile(
     rf"{re.escape(RESERVED)}/(?:blobs/{_DIGEST}|parts/{_DIGEST}/[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}}"
-    rf"|links/{_DIGEST}/-?[0-9]{{1,20}}/{_PART})"
+    rf"|links/{_DIGEST}/-?[0-9]{{1,20}}\.[0-9a-f]{{16}}/{_PART})"
 ).fullmatch
 _HAS_CONTROL = re.compile(rf"[{_CONTROL}]").search
 # A character takes four bytes at most, so a name this short cannot hold an over-long part.

@@ -11,7 +11,8 @@ import typer
 
 from castore import layout
 from castore.cli.output import AsJson, abbreviate, plural, print_json, progress, spinner
-from castore.cli.store_access import store_path
+from castore.cli.store_access import open_store, store_path
+from castore.units import format_size
 
 if TYPE_CHECKING:
     from castore.repair.doctor import Diagnosis
@@ -23,6 +24,10 @@ def doctor(
     rebuild: Annotated[
         bool, typer.Option("--rebuild-index", help="Make a new index from the object directory.")
     ] = False,
+    forget_links: Annotated[
+        bool,
+        typer.Option("--forget-links", help="Let go of the bytes of watched links that are gone for good."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a store, and mend what can be mended. Exit code 1 means that something is left to do.
@@ -33,6 +38,8 @@ def doctor(
     """
     path = store_path(context)
     findings, rebuilt = _rebuild(path) if rebuild else (_examine(path), None)
+    if forget_links and (forgotten := _forget_links(context)):
+        findings = [*_examine(path), forgotten]
     if as_json:
         done = rebuilt._asdict() if rebuilt else {}
         print_json({"findings": [finding._asdict() for finding in findings], **done})
@@ -48,6 +55,18 @@ def _examine(path: Path) -> list[Diagnosis]:
 
     with spinner("checking"):
         return examine(path, [dangling_links.examine])
+
+
+def _forget_links(context: typer.Context) -> Diagnosis | None:
+    from castore.repair.doctor import Diagnosis
+    from castore.watch.link_registry import forget_lost
+
+    with open_store(context) as store:
+        lost = forget_lost(store)
+    if not lost:
+        return None
+    size = format_size(sum(held.stored for held in lost))
+    return Diagnosis(f"the bytes of {plural(len(lost), 'link')} that are gone ({size}) are let go of", True)
 
 
 def _rebuild(path: Path) -> tuple[list[Diagnosis], Rebuilt]:

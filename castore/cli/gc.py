@@ -48,7 +48,8 @@ def gc(
     if plan.pinned and budget is not None:
         print_error(
             f"pins hold {format_size(plan.pinned)}, more than the budget of {format_size(budget)}:"
-            " `castore unpin` entries, or end mounts that were made with --pin"
+            " `castore unpin` entries, or end mounts that were made with --pin; links of `castore watch"
+            " --replace` keep their bytes, too"
         )
         raise typer.Exit(1)
 

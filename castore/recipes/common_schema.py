@@ -9,7 +9,8 @@ Must never drop a value, nor change more of it than its type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,7 +91,54 @@ def cast_tables(
 
 def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     with add_column(table, schema):
-        return table_cast(table, schema)
+        return table_cast(decode_json(table, schema), schema)
+
+
+def decode_json(table: pa.Table, schema: pa.Schema, paths: Iterable[Sequence[str | int]] = ()) -> pa.Table:
+    """A table whose columns of several types, which are JSON, are texts where a schema has texts.
+
+    A cast would leave the strings in such a column in quotes.
+
+    Args:
+        table: the table.
+        schema: that of all rows.
+        paths: fields that have JSON in them, though their type does not say so: names, and 0 for the items of
+            a list.
+
+    Raises:
+        OtherSchemaError: such a field lies deeper, or the schema has something else there; or a list or an
+            object stands beside other values.
+    """
+    found = [[field.name] for field in table.schema if _is_json(field.type)] + [list(path) for path in paths]
+    for path in found:
+        kind, name = schema.field(path[0]).type, str(path[0])
+        if "arrow.json" in str(kind):  # the schema has JSON there, too
+            continue
+        if len(path) > 1 or not pa.types.is_string(kind):
+            raise _several_types(".".join(map(str, path)), kind)
+        at = table.column_names.index(name)
+        texts = [_decode(name, text) for text in table.column(at).to_pylist()]
+        table = table.set_column(at, name, pa.array(texts, pa.string()))
+    return table
+
+
+def _several_types(name: str, before: pa.DataType) -> OtherSchemaError:
+    return OtherSchemaError(
+        f"field {name!r} has values of several types, and the rows before have {before} there; write the"
+        " values of all rows as one type, for example as texts"
+    )
+
+
+def _decode(name: str, text: str | None) -> str | None:
+    value = None if text is None else json.loads(text)
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list | dict):
+        raise OtherSchemaError(
+            f"field {name!r} has {text:.80} beside others; write the values of all rows as one type, for"
+            " example as texts"
+        )
+    return text
 
 
 @contextmanager
@@ -116,8 +164,8 @@ def join_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
     """The schema of rows that stand one behind the other, from the schemas of each of them, in order.
 
     A column, or a field of an object, that some rows lack is null in them. Integers beside fractions become
-    fractions. Numbers, booleans and objects behind strings become strings; the reverse is an error, for the
-    text of a number says more than the number.
+    fractions. Numbers and booleans behind strings become strings; the reverse is an error, for the text of a
+    number says more than the number.
 
     Raises:
         OtherSchemaError: strings stand behind numbers, for example, or objects behind numbers.
@@ -143,28 +191,38 @@ def _join_fields(
     for field in found:
         before = by_name.get(field.name)
         name = f"{above}{field.name}"
-        by_name[field.name] = field.type if before is None else _join_types(name, before, field.type)
+        by_name[field.name] = (
+            field.type if before is None else _join_types(name, before, field.type, is_nested=bool(above))
+        )
     return [pa.field(name, kind) for name, kind in by_name.items()]
 
 
-def _join_types(name: str, first: pa.DataType, found: pa.DataType) -> pa.DataType:
+def _join_types(name: str, first: pa.DataType, found: pa.DataType, *, is_nested: bool = False) -> pa.DataType:
     kinds = pa.types
     if found.equals(first) or kinds.is_null(found):
         return first
+    if _is_json(found) and not kinds.is_null(first) and (is_nested or not kinds.is_string(first)):
+        raise _several_types(name, first)
     if kinds.is_null(first):
         return found
     if kinds.is_list(found) and kinds.is_list(first):
-        return pa.list_(_join_types(name, first.value_type, found.value_type))
+        return pa.list_(_join_types(name, first.value_type, found.value_type, is_nested=True))
     if kinds.is_struct(found) and kinds.is_struct(first):
         return pa.struct(_join_fields(first, found, f"{name}."))
     if _is_number(found) and _is_number(first):
         return pa.float64() if kinds.is_floating(found) or kinds.is_floating(first) else first
-    if kinds.is_primitive(first) or kinds.is_list(first) or kinds.is_struct(first):
+    is_object = kinds.is_struct(found) or kinds.is_list(found)
+    if is_object or kinds.is_primitive(first) or kinds.is_list(first) or kinds.is_struct(first):
         raise OtherSchemaError(
             f"field {name!r} has other values than {first}, which the rows before have there; write the "
             "values of all rows as one type, for example as texts"
         )
     return first
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    """Whether it is the type of columns that `datasets` keeps as JSON."""
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -20,7 +20,7 @@ import pyarrow.json
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.json import json as upstream
 
-from castore.recipes.common_schema import Neighbours, add_column, cast_tables
+from castore.recipes.common_schema import Neighbours, add_column, cast_tables, decode_json
 
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
@@ -165,4 +165,6 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
         # Here, for the table that `cast_tables` gets has all columns, in the order of the features.
         (self.around or Neighbours(schema)).check_fits(table.schema)
         with add_column(table, schema):
-            return super()._cast_table(table, json_field_paths=json_field_paths)
+            return super()._cast_table(
+                decode_json(table, schema, json_field_paths), json_field_paths=json_field_paths
+            )

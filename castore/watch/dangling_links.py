@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from castore import Store
+from castore.names import LINKS
 from castore.parts import Parts
 from castore.records import Entry
 from castore.repair.doctor import Diagnosis
-from castore.watch.link_registry import link_at, mountpoint_of, target_of
+from castore.units import format_size
+from castore.watch.link_registry import is_led, link_at, mountpoint_of, target_of
 from castore.watch.reports import Event
 
 #: Seconds between two checks whether links still lead somewhere.
@@ -105,13 +107,6 @@ def _resolves(path: str) -> bool:
     return True
 
 
-def _target(path: str) -> str | None:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return None
-
-
 class LostLinks(NamedTuple):
     """Links of one mount that lead to nothing.
 
@@ -132,13 +127,21 @@ class LostLinks(NamedTuple):
             if self.links == 1
             else f"{self.links:,} files, {self.example} first, are links"
         )
-        return (
-            f"{files} to nothing, since no live mount at {self.mount.mountpoint} shows their bytes:"
-            " other tools take such files for missing, and compute them anew"
+        why = (
+            f"since the mount at {self.mount.mountpoint} does not show their bytes"
+            if self._is_mounted
+            else f"since no live mount at {self.mount.mountpoint} shows their bytes"
         )
+        return f"{files} to nothing, {why}: other tools take such files for missing, and compute them anew"
+
+    @property
+    def _is_mounted(self) -> bool:
+        return _resolves(self.mount.mountpoint) and os.path.ismount(self.mount.mountpoint)
 
     def advice(self, store: str | os.PathLike[str]) -> str:
         """The remedy."""
+        if self._is_mounted:
+            return "start `castore watch DIR --as PREFIX` anew: it holds the bytes again that are still here"
         return (
             f"`{self.mount.command(store)}` brings them back;"
             " `castore watch DIR --as PREFIX --restore` puts the files in their place"
@@ -158,10 +161,23 @@ def group_lost(found: Iterable[Link]) -> list[LostLinks]:
 
 def examine(parts: Parts) -> list[Diagnosis]:
     """Report links that lead to nothing: a further check for `castore.repair.doctor.examine`."""
-    return [
+    found = [
         Diagnosis(one.sentence(), False, one.advice(parts.path))
         for one in group_lost(bound_links(parts.index.entries_with_key(LINK)))
     ]
+    lost = [held for held in parts.index.own_entries(LINKS) if not is_led(held)]
+    if lost:
+        size = format_size(sum(held.stored for held in lost))
+        found.append(
+            Diagnosis(
+                f"{len(lost):,} links of `castore watch --replace` are not where they were last seen"
+                f" ({lost[0].metadata.get('path')} first), and {size} are kept for them",
+                False,
+                "`castore watch DIR --as PREFIX` looks for renamed links in the folder; if they are gone for"
+                " good, `castore doctor --forget-links` lets go of their bytes",
+            )
+        )
+    return found
 
 
 class LinkMonitor:

@@ -23,6 +23,8 @@ from castore.records import Entry, is_file_record
 
 #: A file written less than this ago may be written again within the same tick of the file system's clock.
 _CLOCK_TICK_NS = 50_000_000
+#: An mtime further ahead than this was set by somebody, and is not that of a write a moment ago.
+_CLOCK_AHEAD_NS = 2_000_000_000
 
 
 def remember(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -81,7 +83,8 @@ def source_of(path: str, status: os.stat_result) -> dict[str, Any] | None:
     except UnicodeEncodeError:
         return None
     # None is never equal to an mtime: the next check compares the content.
-    trusted = status.st_mtime_ns + _CLOCK_TICK_NS < time.time_ns()
+    age = time.time_ns() - status.st_mtime_ns
+    trusted = age > _CLOCK_TICK_NS or age < -_CLOCK_AHEAD_NS
     return {"path": path, "size": status.st_size, "mtime_ns": status.st_mtime_ns if trusted else None}
 
 

@@ -63,7 +63,9 @@ class Snapshot:
             there = os.lstat(self.path)
         except OSError as error:
             raise FileBusyError(self.path) from error
-        if not is_same(there, self.status) or not is_same(os.fstat(self.fd), self.status):
+        now = os.fstat(self.fd)
+        # Tools can set a size and an mtime again, but no ctime.
+        if now.st_ctime_ns != self.status.st_ctime_ns or not is_same(there, self.status):
             raise FileBusyError(self.path)
         # Without leases, it must do that the file is unchanged since the settling time began.
         with suppress(NoLeaseError), lease(self.fd):

@@ -74,7 +74,7 @@ class LinkCensus:
 
     def _find(self) -> dict[str, Entry]:
         """Those of the suspects that are held and that no link in the folder leads to."""
-        found = ((name, self._store.index.entry(name)) for name in self._missed)
+        found = ((name, link_registry.held_entry(self._store, name)) for name in self._missed)
         missing = {name: held for name, held in found if held is not None and not link_registry.is_led(held)}
         for path in self._folder.links() if missing else ():
             name = link_registry.held_of(link_registry.link_at(path) or "")

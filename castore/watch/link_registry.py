@@ -1,11 +1,12 @@
 """The registry of links: files that were replaced by links into a mount.
 
 A link leads to its bytes, not to a name that may get others: ``<mountpoint>/.castore/links/<digest>/<mtime in
-ns>/<file's name>``. So wherever a link is renamed to, and whatever takes its place, it shows its file. The
-bytes are *held* by an entry of that very name, which no listing shows. It is pinned (gc never removes a
-pinned entry) and never expires; its metadata has the link's path as it was last seen, the file's permission
-bits (``mode``), and the prefix of the mount. A held entry goes only when no link leads to it any more
-(link_census.py).
+ns>.<mark of the path>/<file's name>``. So wherever a link is renamed to, and whatever takes its place, it
+shows its file. The bytes are *held* by an entry of that very name, which no listing shows. It is pinned (gc
+never removes a pinned entry) and never expires; its metadata has the link's path as it was last seen, the
+file's permission bits (``mode``) and owner (``uid``, ``gid``), and the prefix of the mount. A held entry goes
+only when no link leads to it any more (link_census.py). Each link has a held entry of its own: a link that
+was copied gets another one.
 
 The entry that is named after the file has the link's target in its metadata under ``source`` (``link``), the
 mount's prefix if there is one, and whether the entry was pinned before (``pinned``). It is pinned, too. Both
@@ -27,6 +28,8 @@ import time
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import blake3
+
 from castore import Store
 from castore.index.transaction import Write
 from castore.names import LINKS, is_own_name
@@ -41,6 +44,20 @@ def target_of(entry: Entry) -> str | None:
     return source.get("link") if isinstance(source, dict) else None
 
 
+class Owner(NamedTuple):
+    """The owner of a file, by numbers, and its permission bits."""
+
+    uid: int
+    gid: int
+    mode: int
+
+
+def owner_of(held: Entry) -> Owner:
+    """The owner of the file of a held entry; of numbers -1 if that is not known."""
+    found = [one for key in Owner._fields if type(one := held.metadata.get(key)) is int]
+    return Owner(*found) if len(found) == len(Owner._fields) else Owner(-1, -1, 0o644)
+
+
 class Binding(NamedTuple):
     """A link that stands, or will stand, for the file of an entry.
 
@@ -48,7 +65,7 @@ class Binding(NamedTuple):
         entry: as it was read; its bytes are those of the file. For a renamed file, its name is the new one.
         source: the file, as `entry_sources.source_of` gives it.
         modified: the file's mtime in ns.
-        mode: permission bits of the file.
+        owner: of the file.
         held: name of the held entry.
         link: the link's target.
         prefix: of the mount that it leads into.
@@ -57,24 +74,25 @@ class Binding(NamedTuple):
     entry: Entry
     source: dict[str, Any]
     modified: int
-    mode: int
+    owner: Owner
     held: str
     link: str
     prefix: str
 
 
-def held_name(digest: str, modified: int, name: str) -> str:
+def held_name(digest: str, modified: int, path: str) -> str:
     """The name of the held entry of a file.
 
     Args:
         digest: of its bytes, in hex.
         modified: its mtime in ns.
-        name: of the file, or of its entry.
+        path: of the file.
 
-    >>> held_name("ab" * 32, 7, "in/a.txt")[-10:]
-    '/7/a.txt'
+    >>> held_name("ab" * 32, 7, "/data/a.txt").removeprefix(f"{LINKS}/{'ab' * 32}")
+    '/7.b54a6208fcb4a381/a.txt'
     """
-    return f"{LINKS}/{digest}/{modified}/{name.rpartition('/')[2]}"
+    mark = blake3.blake3(os.fsencode(path)).hexdigest(8)
+    return f"{LINKS}/{digest}/{modified}.{mark}/{os.path.basename(path)}"
 
 
 def target_in(mount: Mount, held: str) -> str:
@@ -92,7 +110,7 @@ def held_of(link: str) -> str | None:
 def mountpoint_of(link: str) -> str:
     """Where the mount is, or was, that a link leads into.
 
-    >>> mountpoint_of(f"/mnt/{held_name('ab' * 32, 7, 'a.txt')}")
+    >>> mountpoint_of(f"/mnt/{held_name('ab' * 32, 7, '/data/a.txt')}")
     '/mnt'
     """
     return link.rpartition(f"/{LINKS}/")[0] or "/"
@@ -100,7 +118,7 @@ def mountpoint_of(link: str) -> str:
 
 def modified_of(held: str) -> int:
     """The mtime in ns of the file that a held entry was made for."""
-    return int(held.split("/")[3])
+    return int(held.split("/")[3].partition(".")[0])
 
 
 def link_at(path: str) -> str | None:
@@ -127,11 +145,16 @@ def find_held(store: Store, link: str) -> Entry | None:
     if blob is None or not blob.is_here:
         return None
     now, digest = time.time(), blob.digest.hex()
-    metadata = {"path": "", "mode": 0o644, "prefix": ""}
+    metadata = {"path": "", "prefix": ""}
     return Entry(
         name, digest, blob.size, blob.stored, blob.codec, modified_of(name) / 1e9, None, now, "bytes",
         metadata, True, False,
     )  # fmt: skip
+
+
+def held_entry(store: Store, name: str) -> Entry | None:
+    """The held entry of a name, or None."""
+    return store.index.entry(name)
 
 
 def is_led(held: Entry) -> bool:
@@ -162,12 +185,12 @@ def bind_links(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
 
 
 def _bind_link(store: Store, txn: Write, binding: Binding) -> bool:
-    entry, source, modified, mode, held, link, prefix = binding
+    entry, source, modified, owner, held, link, prefix = binding
     before = store.entry(entry.name, expired=True)
     recorded = source | {"link": link} | ({"prefix": prefix} if prefix else {})
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
         recorded["pinned"] = True
-    holding = {"path": source["path"], "mode": mode, "prefix": prefix}
+    holding = {"path": source["path"], "prefix": prefix} | owner._asdict()
     created = modified / 1e9
     return _set_entry(txn, entry._replace(name=held), holding, created, pinned=True) and _set_entry(
         txn, entry, entry.metadata | {"source": recorded}, created, pinned=True
@@ -223,6 +246,11 @@ def release(store: Store, held: Entry) -> bool:
     with store.index.write() as txn:
         digest = bytes.fromhex(held.digest)
         return not is_led(held) and txn.delete_unchanged(held.name, digest, held.metadata)
+
+
+def forget_lost(store: Store) -> list[Entry]:
+    """Let go of all held entries whose links are not where they were last seen; returns these."""
+    return [held for held in store.index.own_entries(LINKS) if not is_led(held) and release(store, held)]
 
 
 def release_of(store: Store, entry: Entry) -> None:

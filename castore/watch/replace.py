@@ -1,12 +1,12 @@
 """Swaps files that are in the store for links into a mount. `restore` swaps them back.
 
 The order of steps keeps the bytes safe. The entry is pinned and recorded as linked, and another one holds its
-bytes for the link (link_registry.py). The object is synced to the disk. The whole file is read back through
-the mount, and its digest compared. Only then a link, made under a temporary name, is exchanged with the file
-in one atomic step (renameat2 with RENAME_EXCHANGE). The file that came out is checked before it is unlinked:
-if it is not the very file that was verified, or an open(2) for writing waits on its lease, or the entry is
-gone, both are exchanged back. After a kill at any moment, the file's name has the file or the link, never
-neither and never a part.
+bytes for the link (link_registry.py). The digest of the file itself is compared. The object is synced to the
+disk. The whole file is read back through the mount, and its digest compared. Only then a link, made under a
+temporary name, is exchanged with the file in one atomic step (renameat2 with RENAME_EXCHANGE). The file that
+came out is checked before it is unlinked: if it is not the very file that was verified, or an open(2) for
+writing waits on its lease, or the entry is gone, both are exchanged back. After a kill at any moment, the
+file's name has the file or the link, never neither and never a part.
 
 Processes that have the old file open or mapped keep it until they close it.
 """
@@ -52,6 +52,10 @@ class KeptError(CastoreError):
     """A file stays as it is, for good; the message has the reason."""
 
 
+class OtherBytesError(CastoreError):
+    """A file has other bytes than its entry, of the same size and mtime. It must be put anew."""
+
+
 Pair = tuple[Snapshot, Entry]
 Done = Callable[[Snapshot, Entry, Exception | None], object]
 
@@ -67,7 +71,7 @@ def replace(
         files: snapshots of the files, and their entries; the caller closes the snapshots.
         check: called with the bytes of each piece that is read back. Its exceptions end everything.
         done: called for each file with None, or with the reason why it stays: `FileBusyError`,
-            `KeptError` (it cannot be replaced), or another error.
+            `KeptError` (it cannot be replaced), `OtherBytesError`, or another error.
     """
     ready = deque(_bind(store, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
     synced: set[Path] = set()
@@ -93,11 +97,11 @@ def _bind(
         source = entry_sources.source_of(file.path, file.status)
         assert source is not None, "an entry's name is UTF-8, and so is its file's"
         modified = file.status.st_mtime_ns
-        held = link_registry.held_name(entry.digest, modified, entry.name)
+        held = link_registry.held_name(entry.digest, modified, file.path)
         bindings.append(
             link_registry.Binding(
-                entry, source, modified, stat.S_IMODE(file.status.st_mode), held,
-                link_registry.target_in(mount, held), mount.prefix,
+                entry, source, modified, _owner(file.status), held, link_registry.target_in(mount, held),
+                mount.prefix,
             )
         )  # fmt: skip
     bound = []
@@ -110,6 +114,10 @@ def _bind(
     return bound
 
 
+def _owner(status: os.stat_result) -> link_registry.Owner:
+    return link_registry.Owner(status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode))
+
+
 def _replace_one(
     store: Store,
     file: Snapshot,
@@ -119,6 +127,9 @@ def _replace_one(
     check: Callable[[int], object],
 ) -> Exception | None:
     try:
+        if _digest_of(file.fd, check) != entry.digest:
+            file.check()
+            raise OtherBytesError(f"{file.path} has other bytes than {entry.name!r}")
         _sync(store, entry, synced)
         _verify(binding.link, entry, check)
         _swap(store, file, binding)
@@ -139,6 +150,12 @@ def _is_replaceable(pair: Pair, done: Done) -> bool:
 def _require_replaceable(file: Snapshot) -> None:
     if file.status.st_nlink > 1:
         raise KeptError("it has other hard links, which would go on taking its space")
+    if file.status.st_mode & 0o7000:
+        raise KeptError("it has a set-user-ID, set-group-ID or sticky bit, which would be lost")
+    with suppress(OSError):  # a file system without them
+        kept = [name for name in os.listxattr(file.fd) if name.startswith(("user.", "system.posix_acl"))]
+        if kept:
+            raise KeptError(f"it has an extended attribute ({kept[0]}), which would be lost")
     try:
         with lease(file.fd):
             pass
@@ -186,11 +203,16 @@ def _verify(link: str, entry: Entry, check: Callable[[int], object]) -> None:
 
 
 def _digest(path: str, check: Callable[[int], object]) -> str:
-    hasher = blake3.blake3()
     with open(path, "rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            hasher.update(piece)
-            check(len(piece))
+        return _digest_of(file.fileno(), check)
+
+
+def _digest_of(fd: int, check: Callable[[int], object]) -> str:
+    hasher, at = blake3.blake3(), 0
+    while piece := os.pread(fd, _PIECE, at):
+        hasher.update(piece)
+        at += len(piece)
+        check(len(piece))
     return hasher.hexdigest()
 
 

@@ -84,7 +84,11 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
     temporary = replace.temporary_beside(path, PART_PREFIX)
     try:
         _write(store, held, temporary, check)
-        os.chmod(temporary, held.metadata["mode"])
+        owner = link_registry.owner_of(held)
+        if not os.geteuid() and owner.uid >= 0:
+            os.chown(temporary, owner.uid, owner.gid)
+        # Nobody gets a set-user-ID file from here: the record may be another user's.
+        os.chmod(temporary, owner.mode & 0o777)
         modified = os.lstat(path).st_mtime_ns
         os.utime(temporary, ns=(modified, modified))
         replace.exchange(temporary, path)

@@ -20,6 +20,7 @@ from castore.watch import link_registry, replace
 from castore.watch.adder import Added, Adder, is_current
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import NoMountError, answers, find_mount
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX
 from castore.watch.reports import Event, reason_of
 from castore.watch.task import Task
 
@@ -63,6 +64,7 @@ class Scanner:
     Attributes:
         touched: files that were changed or removed since the set was last emptied.
         let_go: names of held entries whose links may be gone, collected since then.
+        parked: held entries whose links have temporary names, by their paths.
         waits_for_mount: whether files are not replaced because the mount is gone.
 
     Raises:
@@ -76,8 +78,11 @@ class Scanner:
         self._progressed = 0
         self._conflicts: list[str] | None = []
         self._to_replace: list[tuple[str, Entry]] = []
+        # Files whose bytes have changed though size and mtime have not.
+        self._to_put: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
         self.let_go: set[str] = set()
+        self.parked: dict[str, str] = {}
         self.waits_for_mount = False
         replaces = self._options.replace
         self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
@@ -108,7 +113,9 @@ class Scanner:
         self._progressed = 0
         try:
             found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode):
+            if not self._folder.is_relevant(path):
+                self._scan_parked(path)
+            elif stat.S_ISLNK(found.st_mode):
                 self._scan_link(path)
             elif stat.S_ISREG(found.st_mode):
                 self._scan_file(path, found)
@@ -143,6 +150,37 @@ class Scanner:
             return False
         self._schedule(path, self._options.settle - unchanged_for)
         return True
+
+    def scan_parked(self) -> None:
+        """Scan all links under temporary names."""
+        for path in self._folder.links():
+            if not self._folder.is_relevant(path):
+                self.scan(path)
+
+    def _scan_parked(self, path: str) -> None:
+        """Scan what is under a temporary name: a link that stands for a file goes on to do so."""
+        self.note_unparked(path)
+        link = link_registry.link_at(path)
+        held = None if link is None else link_registry.find_held(self._store, link)
+        if link is None or held is None or os.path.basename(path).startswith((PART_PREFIX, SWAP_PREFIX)):
+            return
+        self.parked[path] = held.name
+        if held.metadata["path"] != path and not link_registry.is_led(held):
+            link_registry.move_held(self._store, held, path)
+        wanted = self._target(link, held)
+        if link != wanted:
+            replace.relink(path, link, wanted)
+
+    def note_unparked(self, path: str) -> None:
+        """Have the link looked for that was last seen at a path, under a temporary name."""
+        held = self.parked.pop(path, None)
+        if held is not None:
+            self.let_go.add(held)
+
+    def _target(self, link: str, held: Entry) -> str:
+        """The right target of a link: it stays if no mount answers."""
+        is_there = self._mount is not None and answers(self._mount)
+        return link_registry.target_in(self._mount, held.name) if self._mount and is_there else link
 
     def _scan_link(self, path: str) -> None:
         name, link = self._folder.name(path), os.readlink(path)
@@ -192,8 +230,10 @@ class Scanner:
         """Scan a link that stands for a file: the entry named after it must have its bytes, and the mount
         that it leads into must be there.
         """
-        mount = self._mount if self._mount is not None and answers(self._mount) else None
-        wanted = link if mount is None else link_registry.target_in(mount, held.name)
+        modified = link_registry.modified_of(held.name)
+        if held.metadata["path"] != path and link_registry.is_led(held):  # a link that was copied
+            held = held._replace(name=link_registry.held_name(held.digest, modified, path))
+        wanted = self._target(link, held)
         before = self._store.entry(name, expired=True)
         if before is not None and before.digest == held.digest and before.pinned:
             source = before.metadata.get("source")
@@ -201,13 +241,12 @@ class Scanner:
                 if link != wanted:  # a killed watcher had noted the new target
                     replace.relink(path, link, wanted)
                 return
-        modified = os.lstat(path).st_mtime_ns
-        source = {"path": path, "size": held.size, "mtime_ns": modified}
-        prefix = held.metadata["prefix"] if mount is None else mount.prefix
-        # Record the target before the link is redirected: a link leads to the same held entry either way.
+        source = {"path": path, "size": held.size, "mtime_ns": os.lstat(path).st_mtime_ns}
+        prefix = held.metadata["prefix"] if self._mount is None or wanted == link else self._mount.prefix
+        # Record the target before the link is redirected: a link leads to these bytes either way.
         binding = link_registry.Binding(
-            held._replace(name=name, metadata={}), source, link_registry.modified_of(held.name),
-            held.metadata["mode"], held.name, wanted, prefix,
+            held._replace(name=name, metadata={}), source, modified, link_registry.owner_of(held), held.name,
+            wanted, prefix,
         )  # fmt: skip
         if link_registry.bind_links(self._store, [binding]) == [None]:
             raise CastoreError(
@@ -290,13 +329,25 @@ class Scanner:
                 else:
                     self._schedule(path, self._busy_seconds)
             replace.replace(self._store, mount, files, self._check_stop, self._on_replaced)
+        others, self._to_put = self._to_put, []
+        for path, entry in others:
+            try:
+                self._adder.add(entry.name, path, self._store.entry(entry.name))
+            except (FullError, StoreError):
+                raise
+            except (CastoreError, OSError, FileBusyError) as error:
+                self._on_failed(path, error)
+        if others:
+            self.flush()
 
     def _on_replaced(self, file: Snapshot, entry: Entry, error: Exception | None) -> None:
         if error is None:
             self._report(Event("replaced", file.path, entry.name, entry.size))
             return
         self._note_let_go(entry)
-        if isinstance(error, replace.KeptError):
+        if isinstance(error, replace.OtherBytesError):
+            self._to_put.append((file.path, entry))
+        elif isinstance(error, replace.KeptError):
             self._report(Event("kept", file.path, entry.name, entry.size, str(error)))
         else:
             self._on_failed(file.path, error)
@@ -313,6 +364,19 @@ class Scanner:
                 return None
         self.waits_for_mount = False
         return self._mount
+
+    def has_mount_moved(self) -> bool:
+        """Whether links have to lead into another mount than before, or into one again."""
+        if not self._options.replace:
+            return False
+        if self._mount is not None and answers(self._mount) and not self.waits_for_mount:
+            return False
+        try:
+            found = find_mount(self._store, self._folder.prefix)
+        except NoMountError:
+            return False
+        before, self._mount = self._mount, found
+        return self.waits_for_mount or before is None or before.mountpoint != found.mountpoint
 
     def rescan_conflicts(self) -> None:
         """Scan files with a name conflict again: the file or folder in conflict may be gone by now."""

@@ -49,7 +49,7 @@ class Watcher:
         self._stop = Stop()
         self._link_monitor = LinkMonitor(self._store, self._folder.prefix, self._report)
         task = task._replace(report=self._handle_event)
-        self._events = EventQueue(self._folder.root, self._options.settle, self._folder.is_relevant)
+        self._events = EventQueue(self._folder.root, self._options.settle, self._is_relevant)
         try:
             self._scanner = Scanner(task, self._events.put, self._stop)
         except NoMountError:
@@ -57,6 +57,12 @@ class Watcher:
             raise
         self._census = LinkCensus(self._store, self._folder)
         self._rescan_at = self._mount_at = 0.0
+
+    def _is_relevant(self, path: str) -> bool:
+        """Whether events at a path count: also of links that stand for files, under temporary names."""
+        if self._folder.is_relevant(path) or path in self._scanner.parked:
+            return True
+        return link_registry.held_of(link_registry.link_at(path) or "") is not None
 
     def _handle_event(self, event: Event) -> None:
         self._link_monitor.take_event(event)
@@ -98,17 +104,18 @@ class Watcher:
             self._scan_all()
             # One more scan later: watchdog adds its watches again, and misses events meanwhile.
             self._rescan_at = time.monotonic() + _RETRY
-        elif now >= self._rescan_at:
+        elif now >= self._rescan_at or (now >= self._mount_at and self._looks_for_mount()):
             self._scan_all()
-        elif self._scanner.waits_for_mount and now >= self._mount_at:
-            self._mount_at = now + _MOUNT_SECONDS
-            if self._scanner.live_mount() is not None:
-                self._scan_all()
         elif due := self._events.take():
             self._scan_paths(due)
         self._link_monitor.check_if_due()
         self._report_store_errors(self._census.look_if_due)
         self._store.flush(seconds=_FLUSH_SECONDS)
+
+    def _looks_for_mount(self) -> bool:
+        """Whether a mount is there that links can lead into, after one was gone."""
+        self._mount_at = time.monotonic() + _MOUNT_SECONDS
+        return self._scanner.has_mount_moved()
 
     def _refuse_empty(self) -> None:
         known = next(self._own_entries(), None) if self._options.mirror else None
@@ -125,6 +132,7 @@ class Watcher:
         self._events.clear()
         self._rescan_at = time.monotonic() + _RESCAN
         self._report_store_errors(self._scanner.scan_folder, self._folder.root)
+        self._report_store_errors(self._scanner.scan_parked)
         self._report_store_errors(self._scanner.scan_missing, self._own_entries())
         self._report_store_errors(self._scanner.rescan_conflicts)
         self._scanner.touched.clear()
@@ -152,9 +160,11 @@ class Watcher:
             self._report_store_errors(self._scanner.scan_folder if is_folder else self._scanner.scan, path)
         self._report_store_errors(self._scanner.flush)
         for path in gone:
-            self._report_store_errors(
-                self._scanner.scan_missing, self._store.entries(self._folder.name(path))
-            )
+            self._scanner.note_unparked(path)
+            if self._folder.is_relevant(path):
+                self._report_store_errors(
+                    self._scanner.scan_missing, self._store.entries(self._folder.name(path))
+                )
         self._report_store_errors(self._scanner.rescan_conflicts)
         touched = self._scanner.touched.copy()
         self._scanner.touched.clear()

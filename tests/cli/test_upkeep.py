@@ -156,7 +156,7 @@ def test_gc_says_that_pins_hold_more_than_the_budget_and_how_much(cli: Cli, stor
     assert ran.code == 1
     assert ran.err == (
         "castore: pins hold 300 KB, more than the budget of 100 KB: `castore unpin` entries,"
-        " or end mounts that were made with --pin\n"
+        " or end mounts that were made with --pin; links of `castore watch --replace` keep their bytes, too\n"
     )
     assert [entry.name for entry in store.entries()] == ["pinned"]
     assert cli("gc", "--max-size", "100KB", "--json").json["pinned"] == 300_000

@@ -747,7 +747,7 @@ def test_a_file_that_changes_while_all_are_read_at_once_is_an_error(
 def test_files_that_depend_on_each_other_are_kept_once_and_tried_once(reading: Reading) -> None:
     for number in range(3):
         write_lines(reading.folder / f"{number}.jsonl", rows_of(number))
-    write_lines(reading.folder / "3.jsonl", [{"text": "x", "n": 1, "x": 0.5}, {"text": {"p": 1}, "n": 2}])
+    write_lines(reading.folder / "3.jsonl", [{"text": "x", "n": 1, "x": 0.5}, {"text": 7, "n": 2}])
     assert reading.read() == reading.read_whole()
     wait()
     assert reading.files == ["0.jsonl", "1.jsonl", "2.jsonl", "3.jsonl"]

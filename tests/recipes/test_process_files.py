@@ -270,6 +270,41 @@ def test_what_a_string_is_does_not_hang_on_the_rows_around_it(tmp_path: Path) ->
         assert dataset["pad"][:] == [row["pad"] for row in rows]
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([["a"], ["b", 7]], ["a", "b", "7"]),
+        ([["012"], [True]], ["012", "true"]),
+        ([["a"], ["null", 1.5, None, '"q"', False], ["b"]], ["a", "null", "1.5", None, '"q"', "false", "b"]),
+        ([["a"], ["a", ["x"]]], None),
+        ([["a"], ["a", {"q": 1}]], None),
+        ([["a"], [{"q": 1}]], None),
+        ([["a"], [[1]]], None),
+        ([[1], ["a", 2]], None),
+    ],
+)
+def test_a_file_of_several_types_behind_one_of_strings_has_strings_or_is_refused(
+    tmp_path: Path, files: list[list[Any]], expected: list[str | None] | None
+) -> None:
+    """Regression: the strings of the second file were in quotes, lists and objects became texts."""
+    for number, values in enumerate(files):
+        (tmp_path / f"{number}.jsonl").write_text(lines_of([{"text": "t", "v": value} for value in values]))
+    if expected is None:
+        with pytest.raises(InvalidValueError, match=r"1\.jsonl'.*'v'"):
+            sources.read(sources.find(tmp_path), tmp_path / "work")
+        return
+    assert sources.read(sources.find(tmp_path), tmp_path / "work")["v"][:] == expected
+    recipe = Recipe(str(tmp_path / "*.jsonl"), str(tmp_path / "out" / "o.jsonl"), [shout])
+    with Store(tmp_path / "store", memory=0) as store:
+        process(recipe, store=store)
+    lines = (tmp_path / "out" / "o.jsonl").read_text().splitlines()
+    assert [json.loads(line)["v"] for line in lines] == expected
+
+
+def shout(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "text": row["text"].upper()}
+
+
 def test_chats_are_read_as_they_are(tmp_path: Path) -> None:
     rows = [{"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": [{"role": "user"}]}]
     (tmp_path / "a.jsonl").write_text(lines_of(rows))

@@ -175,8 +175,10 @@ def test_an_older_commit_can_be_pulled_by_its_first_digits(node: MakeNode) -> No
     two.pull(start=first.commit[:8], below="old")
     two.pull()
     assert two.contents() == {"a": b"second", "old/a": b"first"}
-    for start in ("0" * 12, "not hex", ""):
-        with pytest.raises(RemoteMissingError, match="commit"):
+    with pytest.raises(RemoteMissingError, match="no commit 000000000000"):
+        two.pull(start="0" * 12)
+    for start in ("not hex", ""):
+        with pytest.raises(InvalidValueError, match="is no commit: give at least 6 of its hex digits"):
             two.pull(start=start)
     with pytest.raises(RemoteMissingError, match=r"no ref 'other'; its refs: main$"):
         two.pull(ref="other")

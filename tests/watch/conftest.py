@@ -129,9 +129,12 @@ def watch(folder: Path, store: Store, warm_watch: WarmPython) -> Iterator[Watch]
     """Start `castore watch FOLDER --as in` and wait until it has caught up."""
     started: list[Watching] = []
 
-    def start(*words: str, settle: str = "200ms", ready: bool = True, period: str = "") -> Watching:
+    def start(
+        *words: str, settle: str = "200ms", ready: bool = True, period: str = "", root: Path = folder,
+        prefix: str = "in",
+    ) -> Watching:  # fmt: skip
         """`period`: a statement that shortens one of the watcher's periods, so that no test sits it out."""
-        command = castore(store.path, "watch", folder, "--as", "in", "--json", "--settle", settle, *words)
+        command = castore(store.path, "watch", root, "--as", prefix, "--json", "--settle", settle, *words)
         if period:
             command[1:3] = ["-c", f"{period}; from castore.cli.main import run; run()"]
         process = warm_watch.start(

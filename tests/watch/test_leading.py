@@ -112,7 +112,7 @@ def test_the_advice_does_what_it_says(store: Store, folder: Path, mountpoint: Pa
     assert doctor.examine(store.path, [dangling_links.examine]) == []
 
 
-def test_links_that_are_gone_themselves_are_nobodys_worry(
+def test_bytes_of_links_that_are_gone_for_good_can_be_let_go_of(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
     for name in "ab":
@@ -125,9 +125,17 @@ def test_links_that_are_gone_themselves_are_nobodys_worry(
     (folder / "a").unlink()
     (folder / "b").unlink()
     (folder / "b").write_bytes(b"a tool has computed it anew")
-    assert doctor.examine(store.path, [dangling_links.examine]) == []
     shutil.rmtree(folder)
-    assert doctor.examine(store.path, [dangling_links.examine]) == []
+    found = run(store.path, "doctor")
+    assert (found.returncode, found.stdout.count("\n")) == (1, 2)
+    assert "2 links of `castore watch --replace` are not where they were last seen" in found.stdout
+    assert f"{folder}/" in found.stdout
+    forgotten = run(store.path, "doctor", "--forget-links")
+    assert (forgotten.returncode, forgotten.stderr) == (0, "")
+    assert forgotten.stdout == "mended: the bytes of 2 links that are gone (2 B) are let go of\n"
+    assert run(store.path, "doctor", "--forget-links").stdout == f"{store.path}: all in order\n"
+    assert run(store.path, "rm", "-r", "in").returncode == 0
+    assert store.gc(grace=0).blobs == 2
 
 
 def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(

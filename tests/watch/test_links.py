@@ -159,8 +159,9 @@ def test_restore_leaves_the_link_when_the_disk_is_too_full(
             link = small / "a"
             entry = store.put_file("in/a", tmp_path / "big")
             source = {"path": str(link), "size": len(data), "mtime_ns": 1}
-            held = link_registry.held_name(entry.digest, 1, entry.name)
-            binding = link_registry.Binding(entry, source, 1, 0o600, held, f"{root}/{held}", "")
+            held = link_registry.held_name(entry.digest, 1, str(link))
+            owner = link_registry.Owner(0, 0, 0o600)
+            binding = link_registry.Binding(entry, source, 1, owner, held, f"{root}/{held}", "")
             assert link_registry.bind_links(store, [binding]) != [None]
             link.symlink_to(root / held)
             ran = run(store.path, "watch", small, "--as", "in", "--restore")

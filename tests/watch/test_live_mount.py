@@ -10,6 +10,7 @@ import pytest
 import castore_fuse
 from castore import Store
 from castore.watch.find_mount import NoMountError, find_mount
+from tests.mount.conftest import until
 from tests.watch.conftest import Watch, make_file, run
 
 
@@ -114,6 +115,25 @@ def test_links_follow_the_mount_to_another_place(
         watch("--replace").until("relinked", "in/a")
         assert os.readlink(path).startswith(f"{root}/.castore/links/")
         assert path.read_bytes() == b"a"
+
+
+def test_a_running_watcher_turns_links_to_a_mount_elsewhere_parked_ones_too(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
+) -> None:
+    for name in "ab":
+        make_file(folder, name, name.encode() * 100)
+    sooner = "from castore.watch import watcher; watcher._MOUNT_SECONDS = 0.2"
+    watching = watch("--replace", period=sooner)
+    for name in "ab":
+        watching.until("replaced", f"in/{name}")
+    (folder / "b").rename(folder / "b~")
+    castore_fuse.umount(mountpoint)
+    with castore_fuse.mounted(store, tmp_path / "elsewhere"):
+        watching.until("relinked", "in/a")
+        assert (folder / "a").read_bytes() == b"a" * 100
+        until((folder / "b~").exists)
+        assert (folder / "b~").read_bytes() == b"b" * 100
+        assert watching.end() == 0
 
 
 def test_a_link_that_is_renamed_while_there_is_no_mount_leads_to_its_new_name(

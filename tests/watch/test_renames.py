@@ -14,7 +14,7 @@ from castore import Store
 from castore.names import LINKS
 from castore.watch.folder import is_temporary
 from tests.mount.conftest import until
-from tests.watch.conftest import Watch, make_file, run
+from tests.watch.conftest import Watch, make_file, names, run
 
 SOON = "from castore.watch import link_census; link_census._LOOK_SECONDS = 0.3"
 
@@ -260,6 +260,48 @@ def test_a_link_whose_bytes_nothing_holds_any_more_takes_them_again(
     assert (folder / "b").read_bytes() == b"bytes" * 100
     store.gc(max_size=0, grace=0)
     assert (folder / "b").read_bytes() == b"bytes" * 100
+
+
+def test_rm_of_an_entry_touches_no_links_of_equal_files_and_copies(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Regression: equal files of one name, or links that were copied, shared what `rm` let go of."""
+    for place in ("one", "two"):
+        os.utime(make_file(folder, f"{place}/a", b"equal" * 100), (1.5e9, 1.5e9))
+    watching = watch("--replace")
+    for place in ("one", "two"):
+        watching.until("replaced", f"in/{place}/a")
+    (folder / "three").symlink_to(os.readlink(folder / "one/a"))
+    watching.until("relinked", "in/three")
+    assert watching.end() == 0
+    assert len(targets(folder)) == 3
+    assert run(store.path, "rm", "in/one/a").returncode == 0
+    store.gc(grace=0)
+    assert not (folder / "one/a").exists()
+    assert (folder / "two/a").read_bytes() == (folder / "three").read_bytes() == b"equal" * 100
+
+
+def test_a_link_that_moves_to_another_watched_folder_is_looked_after_there(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
+) -> None:
+    """Also under a temporary name."""
+    for name in "ab":
+        make_file(folder, name, name.encode() * 100)
+    watching = watch("--replace", "--mirror", period=SOON)
+    for name in "ab":
+        watching.until("replaced", f"in/{name}")
+    other = tmp_path / "other"
+    other.mkdir()
+    second = watch("--replace", "--mirror", period=SOON, root=other, prefix="other")
+    (folder / "a").rename(other / "a")
+    (folder / "b").rename(other / "b.part")
+    second.until("relinked", "other/a")
+    until(lambda: held(store) == {str(other / "a"), str(other / "b.part")})
+    until(lambda: names(store) == ["other/a"])
+    assert (watching.end(), second.end()) == (0, 0)
+    store.gc(max_size=0, grace=0)
+    assert (other / "a").read_bytes() == b"a" * 100
+    assert (other / "b.part").read_bytes() == b"b" * 100
 
 
 def test_rm_of_an_entry_lets_go_of_its_links_bytes(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import pytest
 from castore import Store
 from castore.index.figures import PrefixSize
 from castore.names import LINKS
-from castore.records import Entry
+from castore.records import Entry, EntrySpec
 from castore.system.temporary import pid_namespace, process_started
 from castore.watch import entry_sources, link_registry, replace
 from castore.watch.adder import Adder
@@ -28,7 +30,7 @@ from castore.watch.restore import restore_all
 from castore.watch.scanner import Scanner, Stop
 from castore.watch.task import Task, WatchOptions
 from tests.helpers import flip, payload, text
-from tests.watch.conftest import Watch, make_file, real_bytes
+from tests.watch.conftest import Watch, make_file, real_bytes, run
 
 
 def test_files_become_links_with_the_same_bytes_and_times(
@@ -47,8 +49,8 @@ def test_files_become_links_with_the_same_bytes_and_times(
         path = folder / name
         entry = store.entry(f"in/{name}")
         assert entry is not None
-        held = f"{entry.digest}/{before[name].st_mtime_ns}/{path.name}"
-        assert os.readlink(path) == f"{mountpoint}/.castore/links/{held}"
+        held = link_registry.held_name(entry.digest, before[name].st_mtime_ns, str(path))
+        assert os.readlink(path) == f"{mountpoint}/{held}"
         assert path.read_bytes() == content
         assert path.lstat().st_mtime_ns == before[name].st_mtime_ns
         assert abs(path.stat().st_mtime - before[name].st_mtime) < 1e-6
@@ -189,6 +191,83 @@ def test_files_with_other_hard_links_stay(store: Store, folder: Path, mountpoint
     assert not path.is_symlink()
 
 
+def test_files_that_a_link_cannot_stand_for_stay(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Regression: a set-user-ID file of another user came back as root's."""
+    make_file(folder, "privileged", b"a").chmod(0o4755)
+    make_file(folder, "attributes", b"a")
+    try:
+        os.setxattr(folder / "attributes", "user.origin", b"a browser")
+        reason = "it has an extended attribute (user.origin), which would be lost"
+    except OSError:  # a file system without them
+        (folder / "attributes").chmod(0o2755)
+        reason = "it has a set-user-ID"
+    watching = watch("--replace", ready=False)
+    told = {event["name"]: event["reason"] for event in (watching.until("kept"), watching.until("kept"))}
+    assert "it has a set-user-ID" in told["in/privileged"]
+    assert reason in told["in/attributes"]
+    assert watching.end() == 0
+
+
+def test_the_owner_comes_back_and_no_record_makes_a_set_user_id_file(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    if os.geteuid():
+        pytest.skip("files of others take root")
+    path = make_file(folder, "a", b"a" * 100)
+    os.chown(path, 1234, 2345)
+    path.chmod(0o640)
+    watching = watch("--replace")
+    watching.until("replaced", "in/a")
+    assert watching.end() == 0
+    (held,) = store.index.own_entries(LINKS)
+    with store.index.write() as txn:
+        blob = txn.blob(bytes.fromhex(held.digest))
+        assert blob is not None
+        text = json.dumps(held.metadata | {"mode": 0o4640})
+        txn.delete_entry(held.name)
+        txn.set_entry(EntrySpec(held.name, "bytes", text, None, True), blob, held.created, added=False)
+    assert run(store.path, "watch", folder, "--as", "in", "--restore").returncode == 0
+    found = path.lstat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (1234, 2345, 0o640)
+
+
+@pytest.mark.parametrize("before", ["added", "replaced", "replaced, and no watcher"])
+def test_other_bytes_of_the_same_size_and_time_are_put_and_not_lost(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, before: str
+) -> None:
+    """Regression: archives set one mtime for all; the link in the new file's place led to the old bytes."""
+
+    def unpack(data: bytes) -> None:
+        temporary = folder / "a.tmp"
+        temporary.write_bytes(data)
+        os.utime(temporary, (1.5e9, 1.5e9))
+        temporary.rename(folder / "a")
+
+    unpack(b"one" * 100)
+    watching = watch(*([] if before == "added" else ["--replace"]))
+    watching.until(before.partition(",")[0], "in/a")
+    if before != "replaced":
+        assert watching.end() == 0
+    unpack(b"two" * 100)
+    if before != "replaced":
+        watching = watch("--replace", ready=False)
+    watching.until("changed", "in/a")
+    watching.until("replaced", "in/a")
+    assert (folder / "a").read_bytes() == b"two" * 100 == store.get("in/a")
+    assert watching.end() == 0
+
+
+def test_a_file_with_an_mtime_ahead_is_replaced(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = make_file(folder, "a", b"a" * 100)
+    os.utime(path, (4e9, 4e9))
+    watch("--replace", ready=False).until("replaced", "in/a")
+    assert (path.read_bytes(), path.lstat().st_mtime) == (b"a" * 100, 4e9)
+
+
 def test_at_any_kill_each_name_holds_its_file_or_its_link(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
@@ -252,12 +331,16 @@ def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
 def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Store, folder: Path) -> None:
     """The other has bound the entry as well, found the file busy, and takes its record back."""
     mount, path = find_mount(store, "in"), make_file(folder, "a", b"bytes" * 100)
+
+    def give_up(size: int) -> None:
+        entry = store.entry("in/a")
+        if entry is not None and link_registry.target_of(entry) is not None:
+            link_registry.unbind_links(store, [entry])
+
     with Snapshot(str(path)) as file:
         replace.replace(
-            store, mount, [(file, put_as_watched(store, path))],
-            lambda size: link_registry.unbind_links(store, [bound(store)]),
-            lambda file, entry, error: None,
-        )  # fmt: skip
+            store, mount, [(file, put_as_watched(store, path))], give_up, lambda file, entry, error: None
+        )
     assert path.is_symlink()
     link_registry.unbind_links(store, [bound(store)])  # and once more, when the link is there
     assert bound(store).pinned
@@ -312,10 +395,10 @@ def test_a_renamed_link_whose_old_name_is_scanned_first_keeps_its_bytes(
     assert (folder / "b").read_bytes() == b"bytes" * 100
     restore_all(store, shown, events.append, lambda size: None)
     assert (folder / "b").stat().st_mode & 0o777 == 0o640
-    assert held(store) == []
+    assert held_paths(store) == []
 
 
-def held(store: Store) -> list[str]:
+def held_paths(store: Store) -> list[str]:
     """The paths of links whose bytes are held."""
     return [one.metadata["path"] for one in store.index.own_entries(LINKS)]
 
