@@ -19,7 +19,7 @@ from castore.parts import Parts
 from castore.records import Entry
 from castore.repair.doctor import Diagnosis
 from castore.units import format_size
-from castore.watch.link_registry import is_led, link_at, mountpoint_of, target_of
+from castore.watch.link_registry import is_led, link_at, mountpoint_of, path_of, target_of
 from castore.watch.reports import Event
 
 #: Seconds between two checks whether links still lead somewhere.
@@ -171,7 +171,7 @@ def examine(parts: Parts) -> list[Diagnosis]:
         found.append(
             Diagnosis(
                 f"{len(lost):,} links of `castore watch --replace` are not where they were last seen"
-                f" ({lost[0].metadata.get('path')} first), and {size} are kept for them",
+                f" ({path_of(lost[0])} first), and {size} are kept for them",
                 False,
                 "`castore watch DIR --as PREFIX` looks for renamed links in the folder; if they are gone for"
                 " good, `castore doctor --forget-links` lets go of their bytes",

@@ -52,6 +52,16 @@ class Owner(NamedTuple):
     mode: int
 
 
+def path_of(held: Entry) -> str:
+    """Where the link of a held entry was last seen; "" if that is not known."""
+    return str(held.metadata.get("path", ""))
+
+
+def prefix_of(held: Entry) -> str:
+    """The prefix of the mount that the link of a held entry led into when it was made."""
+    return str(held.metadata.get("prefix", ""))
+
+
 def owner_of(held: Entry) -> Owner:
     """The owner of the file of a held entry; of numbers -1 if that is not known."""
     found = [one for key in Owner._fields if type(one := held.metadata.get(key)) is int]
@@ -159,14 +169,14 @@ def held_entry(store: Store, name: str) -> Entry | None:
 
 def is_led(held: Entry) -> bool:
     """Whether a held entry's link is where it was last seen."""
-    link = link_at(str(held.metadata.get("path")))
+    link = link_at(path_of(held))
     return link is not None and held_of(link) == held.name
 
 
 def all_held(store: Store, below: str) -> Iterator[Entry]:
     """The held entries whose links were last seen below a folder."""
     for held in store.index.own_entries(LINKS):
-        if str(held.metadata.get("path")).startswith(below.rstrip("/") + "/"):
+        if path_of(held).startswith(below.rstrip("/") + "/"):
             yield held
 
 
@@ -263,7 +273,7 @@ def release_of(store: Store, entry: Entry) -> None:
         return
     with store.index.write() as txn:
         held = store.index.entry(name)
-        if held is not None and held.metadata.get("path") == entry.metadata["source"].get("path"):
+        if held is not None and path_of(held) == entry.metadata["source"].get("path"):
             txn.delete_entry(name)
 
 

@@ -165,7 +165,7 @@ class Scanner:
         if link is None or held is None or os.path.basename(path).startswith((PART_PREFIX, SWAP_PREFIX)):
             return
         self.parked[path] = held.name
-        if held.metadata["path"] != path and not link_registry.is_led(held):
+        if link_registry.path_of(held) != path and not link_registry.is_led(held):
             link_registry.move_held(self._store, held, path)
         wanted = self._target(link, held)
         if link != wanted:
@@ -231,7 +231,7 @@ class Scanner:
         that it leads into must be there.
         """
         modified = link_registry.modified_of(held.name)
-        if held.metadata["path"] != path and link_registry.is_led(held):  # a link that was copied
+        if link_registry.path_of(held) != path and link_registry.is_led(held):  # a link that was copied
             held = held._replace(name=link_registry.held_name(held.digest, modified, path))
         wanted = self._target(link, held)
         before = self._store.entry(name, expired=True)
@@ -242,7 +242,9 @@ class Scanner:
                     replace.relink(path, link, wanted)
                 return
         source = {"path": path, "size": held.size, "mtime_ns": os.lstat(path).st_mtime_ns}
-        prefix = held.metadata["prefix"] if self._mount is None or wanted == link else self._mount.prefix
+        prefix = (
+            link_registry.prefix_of(held) if self._mount is None or wanted == link else self._mount.prefix
+        )
         # Record the target before the link is redirected: a link leads to these bytes either way.
         binding = link_registry.Binding(
             held._replace(name=name, metadata={}), source, modified, link_registry.owner_of(held), held.name,
