@@ -72,11 +72,11 @@ def _remove_below(store: Store, prefix: str, collect: _CollectLink) -> int:
 def _collect_links(store: Store, entries: Iterator[Entry], collect: _CollectLink) -> Iterator[Entry]:
     """Entries; also collects those whose file was replaced by a link, and lets go of the link's bytes."""
     from castore.watch.dangling_links import link_of
-    from castore.watch.link_registry import release_of
+    from castore.watch.link_registry import LinkRemover
 
+    remover = LinkRemover(store)
     for entry in entries:
         path = link_of(entry)
-        if path is not None:
+        if remover.release(entry) and path is not None:
             collect((path, entry))
-        release_of(store, entry)
         yield entry

@@ -263,18 +263,45 @@ def forget_lost(store: Store) -> list[Entry]:
     return [held for held in store.index.own_entries(LINKS) if not is_led(held) and release(store, held)]
 
 
-def release_of(store: Store, entry: Entry) -> None:
-    """Let go of what is held for the link of an entry that the user removes. A link that was seen elsewhere
-    since keeps its bytes.
+class LinkRemover:
+    """Lets go of what is held for the links of entries that the user removes.
+
+    Args:
+        store: has the entries.
     """
-    link = target_of(entry)
-    name = None if link is None else held_of(link)
-    if name is None:
-        return
-    with store.index.write() as txn:
-        held = store.index.entry(name)
-        if held is not None and path_of(held) == entry.metadata["source"].get("path"):
-            txn.delete_entry(name)
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._names: dict[str, set[str]] | None = None
+
+    def release(self, entry: Entry) -> bool:
+        """Let go of what is held for the link of an entry; returns whether it was.
+
+        A link that was seen elsewhere since keeps its bytes, and so does one that stands for another entry,
+        too: its folder is watched under several prefixes.
+        """
+        link = target_of(entry)
+        name = None if link is None else held_of(link)
+        if link is None or name is None:
+            return False
+        names = self._others(link)
+        names.discard(entry.name)
+        if names:
+            return False
+        with self._store.index.write() as txn:
+            held = self._store.index.entry(name)
+            if held is None or path_of(held) != entry.metadata["source"].get("path"):
+                return False
+            return txn.delete_entry(name)
+
+    def _others(self, link: str) -> set[str]:
+        if self._names is None:
+            self._names = {}
+            for entry in self._store.entries_with_key("link"):
+                target = target_of(entry)
+                if target is not None:
+                    self._names.setdefault(target, set()).add(entry.name)
+        return self._names.setdefault(link, set())
 
 
 def unpin_file(store: Store, entry: Entry, path: str) -> None:

@@ -281,6 +281,21 @@ def test_rm_of_an_entry_touches_no_links_of_equal_files_and_copies(
     assert (folder / "two/a").read_bytes() == (folder / "three").read_bytes() == b"equal" * 100
 
 
+def test_rm_of_an_entry_keeps_the_link_that_stands_for_another_one_too(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Regression: of a folder that was watched under two prefixes."""
+    path = make_file(folder, "a", b"bytes" * 100)
+    watch("--replace").end_after("replaced", "in/a")
+    watch("--replace", prefix="out").end_after("relinked", "out/a")
+    removed = run(store.path, "rm", "-r", "out")
+    assert (removed.returncode, removed.stderr) == (0, "")
+    assert path.read_bytes() == b"bytes" * 100
+    removed = run(store.path, "rm", "-r", "in")
+    assert "leads to nothing now" in removed.stderr
+    until(lambda: not path.exists())
+
+
 def test_a_link_that_moves_to_another_watched_folder_is_looked_after_there(
     store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
 ) -> None:
