@@ -83,14 +83,7 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
     link = os.readlink(path)
     temporary = replace.temporary_beside(path, PART_PREFIX)
     try:
-        _write(store, held, temporary, check)
-        owner = link_registry.owner_of(held)
-        if not os.geteuid() and owner.uid >= 0:
-            os.chown(temporary, owner.uid, owner.gid)
-        # Nobody gets a set-user-ID file from here: the record may be another user's.
-        os.chmod(temporary, owner.mode & 0o777)
-        modified = os.lstat(path).st_mtime_ns
-        os.utime(temporary, ns=(modified, modified))
+        _write(store, held, temporary, os.lstat(path).st_mtime_ns, check)
         replace.exchange(temporary, path)
         if not os.path.islink(temporary) or os.readlink(temporary) != link:
             replace.exchange(temporary, path)
@@ -100,11 +93,18 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
             os.unlink(temporary)
 
 
-def _write(store: Store, held: Entry, path: str, check: Callable[[int], object]) -> None:
+def _write(store: Store, held: Entry, path: str, modified: int, check: Callable[[int], object]) -> None:
+    """Write the file. All is done to the open file: somebody else may put a link in the place of the path."""
+    owner = link_registry.owner_of(held)
     with store.open_blob(held.digest) as kept, open(path, "xb") as file:
         give_to_owner(file.fileno(), Path(path).parent)
         for piece in kept.pieces():
             file.write(piece)
             check(len(piece))
         file.flush()
+        if not os.geteuid() and owner.uid >= 0:
+            os.fchown(file.fileno(), owner.uid, owner.gid)
+        # Nobody gets a set-user-ID file from here: the record may be another user's.
+        os.fchmod(file.fileno(), owner.mode & 0o777)
+        os.utime(file.fileno(), ns=(modified, modified))
         os.fsync(file.fileno())
