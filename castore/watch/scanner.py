@@ -153,6 +153,8 @@ class Scanner:
 
     def scan_parked(self) -> None:
         """Scan all links under temporary names."""
+        for path in [path for path in self.parked if not os.path.islink(path)]:
+            self.note_unparked(path)
         for path in self._folder.links():
             if not self._folder.is_relevant(path):
                 self.scan(path)
