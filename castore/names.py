@@ -60,6 +60,19 @@ def check_name(name: str) -> str:
     return _check_slowly(name, "name")
 
 
+def is_name(name: str) -> bool:
+    """Whether an entry may have a name.
+
+    >>> is_name("a/b"), is_name("a/../b")
+    (True, False)
+    """
+    try:
+        check_name(name)
+    except InvalidNameError:
+        return False
+    return True
+
+
 def check_names(names: Iterable[str], of: str) -> Iterator[str]:
     """Several names, checked as they are taken.
 

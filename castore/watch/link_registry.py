@@ -68,6 +68,12 @@ def owner_of(held: Entry) -> Owner:
     return Owner(*found) if len(found) == len(Owner._fields) else Owner(-1, -1, 0o644)
 
 
+def inode_of(held: Entry) -> int | None:
+    """The number of the file that a link took the place of."""
+    inode = held.metadata.get("inode")
+    return inode if type(inode) is int else None
+
+
 class Binding(NamedTuple):
     """A link that stands, or will stand, for the file of an entry.
 
@@ -79,6 +85,7 @@ class Binding(NamedTuple):
         held: name of the held entry.
         link: the link's target.
         prefix: of the mount that it leads into.
+        inode: number of the file; None if it is a link already.
     """
 
     entry: Entry
@@ -88,6 +95,7 @@ class Binding(NamedTuple):
     held: str
     link: str
     prefix: str
+    inode: int | None = None
 
 
 def held_name(digest: str, modified: int, path: str) -> str:
@@ -195,12 +203,14 @@ def bind_links(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
 
 
 def _bind_link(store: Store, txn: Write, binding: Binding) -> bool:
-    entry, source, modified, owner, held, link, prefix = binding
+    entry, source, modified, owner, held, link, prefix, inode = binding
     before = store.entry(entry.name, expired=True)
     recorded = source | {"link": link} | ({"prefix": prefix} if prefix else {})
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
         recorded["pinned"] = True
     holding = {"path": source["path"], "prefix": prefix} | owner._asdict()
+    if inode is not None:
+        holding["inode"] = inode
     created = modified / 1e9
     return _set_entry(txn, entry._replace(name=held), holding, created, pinned=True) and _set_entry(
         txn, entry, entry.metadata | {"source": recorded}, created, pinned=True
@@ -259,8 +269,18 @@ def release(store: Store, held: Entry) -> bool:
 
 
 def forget_lost(store: Store) -> list[Entry]:
-    """Let go of all held entries whose links are not where they were last seen; returns these."""
-    return [held for held in store.index.own_entries(LINKS) if not is_led(held) and release(store, held)]
+    """Let go of all held entries whose links are not where they were last seen; returns these. Entries that
+    are named after the files stay, without the pins of links.
+    """
+    lost = [held for held in store.index.own_entries(LINKS) if not is_led(held) and release(store, held)]
+    names = {held.name for held in lost}
+    bound = [
+        entry
+        for entry in (store.entries_with_key("link") if names else ())
+        if held_of(target_of(entry) or "") in names
+    ]
+    unbind_links(store, bound)
+    return lost
 
 
 class LinkRemover:

@@ -39,7 +39,7 @@ from castore.watch.file_lease import (
     is_writer_waiting,
     lease,
 )
-from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX
 
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
@@ -101,7 +101,7 @@ def _bind(
         bindings.append(
             link_registry.Binding(
                 entry, source, modified, _owner(file.status), held, link_registry.target_in(mount, held),
-                mount.prefix,
+                mount.prefix, file.status.st_ino,
             )
         )  # fmt: skip
     bound = []
@@ -297,8 +297,14 @@ def _mark(name: str) -> str:
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 
-def clean(store: Store, folder: WatchedFolder, leftover: str) -> None:
-    """Clean up a temporary file of a killed process. Leaves files of live processes alone.
+def _is_replaced(held: Entry, found: os.stat_result) -> bool:
+    """Whether a file is the one that the link of a held entry took the place of."""
+    owner = link_registry.owner_of(held)
+    return (link_registry.inode_of(held), owner.uid) == (found.st_ino, found.st_uid)
+
+
+def clean(store: Store, leftover: str) -> None:
+    """Clean up a temporary file of a killed process. Leaves files of live processes, and of others, alone.
 
     A process killed right after the exchange left the file under the temporary name, and the link under the
     file's name. Usually the file's bytes are in the store. If not (somebody wrote to it at that moment), both
@@ -308,17 +314,21 @@ def clean(store: Store, folder: WatchedFolder, leftover: str) -> None:
     namespace, pid, started, mark = name.removeprefix(SWAP_PREFIX).removeprefix(PART_PREFIX).split("-")
     if int(namespace) == pid_namespace() and is_running(int(pid), int(started)):
         return
-    if not name.startswith(PART_PREFIX) and not os.path.islink(leftover):
-        digest = entry_sources.digest_of(leftover)
+    found = os.lstat(leftover)
+    if name.startswith(SWAP_PREFIX) and not stat.S_ISLNK(found.st_mode):
         owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
-        if owner is not None and not _is_kept(store, folder.name(os.path.join(place, owner)), digest):
-            exchange(leftover, os.path.join(place, owner))
+        path = None if owner is None else os.path.join(place, owner)
+        link = None if path is None else link_registry.link_at(path)
+        held = None if link is None else link_registry.find_held(store, link)
+        # Anybody who may write here can give a file such a name, and a number may be used again.
+        is_file = stat.S_ISREG(found.st_mode)
+        if path is None or held is None or not is_file or not _is_replaced(held, found):
+            return
+        if entry_sources.digest_of(leftover) != held.digest:
+            exchange(leftover, path)
             if not os.path.islink(leftover):
                 return
+    elif not stat.S_ISLNK(found.st_mode) and not stat.S_ISREG(found.st_mode):
+        return
     with suppress(FileNotFoundError):
         os.unlink(leftover)
-
-
-def _is_kept(store: Store, name: str, digest: str) -> bool:
-    entry = store.entry(name)
-    return entry is not None and entry.digest == digest

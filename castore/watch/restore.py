@@ -32,7 +32,7 @@ def restore_all(
 
     def leftover(path: str) -> None:
         with suppress(FileBusyError, ValueError):
-            replace.clean(store, folder, path)
+            replace.clean(store, path)
 
     for _ in folder.files(folder.root, skip, leftover):
         continue
@@ -83,9 +83,10 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
     link = os.readlink(path)
     temporary = replace.temporary_beside(path, PART_PREFIX)
     try:
-        _write(store, held, temporary, os.lstat(path).st_mtime_ns, check)
+        written = _write(store, held, temporary, os.lstat(path).st_mtime_ns, check)
         replace.exchange(temporary, path)
-        if not os.path.islink(temporary) or os.readlink(temporary) != link:
+        # Somebody may have put another file in the place of either.
+        if link_registry.link_at(temporary) != link or not os.path.samestat(os.lstat(path), written):
             replace.exchange(temporary, path)
             raise FileBusyError(path)
     finally:
@@ -93,8 +94,13 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
             os.unlink(temporary)
 
 
-def _write(store: Store, held: Entry, path: str, modified: int, check: Callable[[int], object]) -> None:
-    """Write the file. All is done to the open file: somebody else may put a link in the place of the path."""
+def _write(
+    store: Store, held: Entry, path: str, modified: int, check: Callable[[int], object]
+) -> os.stat_result:
+    """Write the file; returns its status.
+
+    All is done to the open file: somebody else may put a link in the place of the path.
+    """
     owner = link_registry.owner_of(held)
     with store.open_blob(held.digest) as kept, open(path, "xb") as file:
         give_to_owner(file.fileno(), Path(path).parent)
@@ -108,3 +114,4 @@ def _write(store: Store, held: Entry, path: str, modified: int, check: Callable[
         os.fchmod(file.fileno(), owner.mode & 0o777)
         os.utime(file.fileno(), ns=(modified, modified))
         os.fsync(file.fileno())
+        return os.fstat(file.fileno())

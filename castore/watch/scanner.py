@@ -100,7 +100,7 @@ class Scanner:
 
         def leftover(path: str) -> None:
             with suppress(FileBusyError, ValueError):  # ValueError: not one of this package's names
-                replace.clean(self._store, self._folder, path)
+                replace.clean(self._store, path)
 
         for path in self._folder.files(folder, skip, leftover):
             self.scan(path)
@@ -113,7 +113,9 @@ class Scanner:
         self._progressed = 0
         try:
             found = os.lstat(path)
-            if not self._folder.is_relevant(path):
+            if not _is_real(path):
+                self.scan_missing(self._store.entries(self._folder.name(path)))
+            elif not self._folder.is_relevant(path):
                 self._scan_parked(path)
             elif stat.S_ISLNK(found.st_mode):
                 self._scan_link(path)
@@ -324,6 +326,9 @@ class Scanner:
             files = []
             for path, entry in wanted:
                 try:
+                    if not _is_real(path):
+                        self._schedule(path, 0)
+                        continue
                     file = opened.enter_context(Snapshot(path))
                 except (FileBusyError, OSError) as error:
                     self._on_failed(path, error)
@@ -412,10 +417,16 @@ class Scanner:
         self._progress(size)
 
 
+def _is_real(path: str) -> bool:
+    """Whether no folder on the path is a link: one that took a folder's place leads somewhere else."""
+    folder = os.path.dirname(path)
+    return os.path.realpath(folder) == folder
+
+
 def _is_gone(path: str) -> bool:
     """Whether the path is no file any more. An unreadable parent folder is no proof of that."""
     try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
+        return stat.S_ISDIR(os.lstat(path).st_mode) or not _is_real(path)
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from castore.errors import FullError, StoreError
+from castore.names import is_name
 from castore.records import Entry
 from castore.watch import entry_sources, link_registry
 from castore.watch.dangling_links import LinkMonitor
@@ -161,10 +162,9 @@ class Watcher:
         self._report_store_errors(self._scanner.flush)
         for path in gone:
             self._scanner.note_unparked(path)
-            if self._folder.is_relevant(path):
-                self._report_store_errors(
-                    self._scanner.scan_missing, self._store.entries(self._folder.name(path))
-                )
+            name = self._folder.name(path)
+            if self._folder.is_relevant(path) and is_name(name):
+                self._report_store_errors(self._scanner.scan_missing, self._store.entries(name))
         self._report_store_errors(self._scanner.rescan_conflicts)
         touched = self._scanner.touched.copy()
         self._scanner.touched.clear()

@@ -134,6 +134,7 @@ def test_bytes_of_links_that_are_gone_for_good_can_be_let_go_of(
     assert (forgotten.returncode, forgotten.stderr) == (0, "")
     assert forgotten.stdout == "mended: the bytes of 2 links that are gone (2 B) are let go of\n"
     assert run(store.path, "doctor", "--forget-links").stdout == f"{store.path}: all in order\n"
+    assert not any(entry.pinned for entry in store.entries())
     assert run(store.path, "rm", "-r", "in").returncode == 0
     assert store.gc(grace=0).blobs == 2
 

@@ -26,10 +26,10 @@ from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
 from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 from castore.watch.reports import Event
-from castore.watch.restore import restore_all
+from castore.watch.restore import restore, restore_all
 from castore.watch.scanner import Scanner, Stop
 from castore.watch.task import Task, WatchOptions
-from tests.helpers import flip, payload, text
+from tests.helpers import flip, noise, payload, text
 from tests.watch.conftest import Watch, make_file, real_bytes, run
 
 
@@ -315,16 +315,106 @@ def test_what_a_kill_behind_the_exchange_leaves_is_cleaned_or_put_back(
     leftovers = [path.with_name(path.name.replace(own, dead)) for path in leftovers]
     leftovers[0].write_bytes(b"kept" * 100)
     leftovers[1].write_bytes(b"somebody wrote to it at that moment")
+    for path in leftovers:  # as if they were the files that the links took the places of
+        note_inode(store, path.lstat().st_ino, "kept" if path == leftovers[0] else "written")
     (folder / f"{PART_PREFIX}{dead}-0123456789abcdef").write_bytes(b"half a file")
     (folder / f"{SWAP_PREFIX}{own}-0123456789abcdef").symlink_to("of a process that lives")
-    shown = WatchedFolder(str(folder), "in", str(store.path))
     for path in folder.iterdir():
         if path.name.startswith((SWAP_PREFIX, PART_PREFIX)):
-            replace.clean(store, shown, str(path))
+            replace.clean(store, str(path))
     assert paths[0].read_bytes() == b"kept" * 100
     assert paths[0].is_symlink()
     assert paths[1].read_bytes() == b"somebody wrote to it at that moment"
     assert len(list(folder.iterdir())) == 3, "what a living process makes was touched"
+
+
+def note_inode(store: Store, inode: int, name: str) -> None:
+    """Have the held entry of a link tell of that file."""
+    [held] = [one for one in store.index.own_entries(LINKS) if one.name.endswith(f"/{name}")]
+    with store.index.write() as txn:
+        blob = txn.blob(bytes.fromhex(held.digest))
+        assert blob is not None
+        text = json.dumps(held.metadata | {"inode": inode})
+        txn.delete_entry(held.name)
+        txn.set_entry(EntrySpec(held.name, "bytes", text, None, True), blob, held.created, added=False)
+
+
+def test_files_of_others_under_castores_own_names_are_left_alone(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Regression: a pipe made the watcher wait for ever, a folder ended it, a file took the link's place."""
+    paths = [make_file(folder, name, name.encode() * 100) for name in ("file", "pipe", "deep")]
+    watching = watch("--replace")
+    for path in paths:
+        watching.until("replaced", f"in/{path.name}")
+    assert watching.end() == 0
+    own = "-".join(Path(replace.temporary_beside("/a", SWAP_PREFIX)).name.split("-")[2:5])
+    dead = dead_process()
+    strange = [Path(replace.temporary_beside(str(path), SWAP_PREFIX).replace(own, dead)) for path in paths]
+    assert all(dead in path.name for path in strange)
+    if os.geteuid():
+        pytest.skip("files of others take root")
+    strange[0].write_bytes(b"of somebody else")
+    os.chown(strange[0], 1234, 1234)
+    os.mkfifo(strange[1])
+    strange[2].mkdir()
+    watching = watch("--replace")
+    make_file(folder, "another", b"another" * 100)
+    watching.until("replaced", "in/another")
+    assert watching.end() == 0
+    assert run(store.path, "watch", folder, "--as", "in", "--restore").returncode == 0
+    assert [path.read_bytes() for path in paths] == [path.name.encode() * 100 for path in paths]
+    assert strange[0].read_bytes() == b"of somebody else"
+    assert all(path.exists() for path in strange)
+
+
+def test_a_file_that_takes_the_place_of_a_restored_one_changes_nothing_else(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
+) -> None:
+    """Regression: a link in the place of the half-written file had its target given away."""
+    path = make_file(folder, "a", noise(3_000_000))
+    path.chmod(0o666)
+    watch("--replace").end_after("replaced", "in/a")
+    victim = make_file(tmp_path, "victim", b"secret")
+    victim.chmod(0o600)
+    before = victim.stat()
+    (held,) = store.index.own_entries(LINKS)
+
+    def swap(size: int) -> None:
+        for part in folder.glob(f"{PART_PREFIX}*"):
+            if not part.is_symlink():
+                part.unlink()
+                part.symlink_to(victim)
+
+    with pytest.raises(FileBusyError):
+        restore(store, str(path), held, swap)
+    after = victim.stat()
+    assert (after.st_mode, after.st_uid, after.st_mtime_ns) == (
+        before.st_mode, before.st_uid, before.st_mtime_ns,
+    )  # fmt: skip
+    assert path.is_symlink()
+    assert path.read_bytes() == noise(3_000_000)
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_folder_that_becomes_a_link_is_not_followed(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path, mirror: bool
+) -> None:
+    """Regression: a path that was due was looked at through the link, and the file there was replaced."""
+    outside = make_file(tmp_path / "outside", "model", b"not in the folder" * 100)
+    watching = watch("--replace", *(["--mirror"] if mirror else []), settle="1s")
+    inside = make_file(folder, "deep/model", b"in the folder" * 100)
+    inside.parent.rename(tmp_path / "elsewhere")
+    inside.parent.symlink_to(outside.parent)
+    os.utime(outside)
+    make_file(folder, "later", b"later")
+    watching.until("replaced", "in/later")
+    make_file(folder, "still later", b"later")
+    watching.until("replaced", "in/still later")
+    assert watching.end() == 0
+    assert not outside.is_symlink()
+    assert outside.read_bytes() == b"not in the folder" * 100
+    assert "in/deep/model" not in store
 
 
 @pytest.mark.usefixtures("mountpoint")

@@ -32,6 +32,21 @@ def test_what_cannot_be_added_is_reported_and_the_rest_is_added(
     assert watching.end() == 0
 
 
+def test_paths_that_can_be_no_names_may_come_and_go(store: Store, folder: Path, watch: Watch) -> None:
+    """Regression: the watcher ended when such a file was deleted."""
+    watching = watch("--mirror")
+    strange = [folder / "new\nline", folder / os.fsdecode(b"\xff"), folder / "good"]
+    for path in strange:
+        path.write_text("a")
+    watching.until("added", "in/good")
+    for path in strange:
+        path.unlink()
+    watching.until("dropped", "in/good")
+    (folder / "another").write_text("a")
+    watching.until("added", "in/another")
+    assert watching.end() == 0
+
+
 def test_a_full_store_is_reported_and_the_watcher_goes_on(tmp_path: Path, folder: Path, watch: Watch) -> None:
     run(tmp_path / "store", "init", "--max-size", "300KB")
     with Store(tmp_path / "store") as store:
