@@ -66,7 +66,7 @@ def _forget_links(context: typer.Context) -> Diagnosis | None:
     if not lost:
         return None
     size = format_size(sum(held.stored for held in lost))
-    return Diagnosis(f"the bytes of {plural(len(lost), 'link')} that are gone ({size}) are let go of", True)
+    return Diagnosis(f"let go of the bytes of {plural(len(lost), 'lost link')} ({size})", True)
 
 
 def _rebuild(path: Path) -> tuple[list[Diagnosis], Rebuilt]:

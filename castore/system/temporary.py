@@ -119,13 +119,18 @@ def abandon(path: Path) -> None:
 
 
 def take_over(folder: Path, suffix: str) -> tuple[int, Path] | None:
-    """Go on with a file of `create_temporary` whose process is gone; None if there is none.
+    """Take over a temporary file that a process left behind when it ended.
 
-    Nothing is known of its bytes. A file of another user, who may still write to it, is passed over.
+    The caller checks the bytes of the file before it uses them. A file of another user is not taken: its
+    owner may still write to it.
 
     Args:
-        folder: where it is.
-        suffix: its purpose.
+        folder: where `create_temporary` made the file.
+        suffix: purpose of the file.
+
+    Returns:
+        A descriptor for reading and writing, and the new path, which states this process; None if no such
+        file was left.
     """
     _folders.add(folder)
     for left in folder.glob(f"*.{suffix}"):

@@ -79,5 +79,5 @@ class LinkCensus:
         for path in self._folder.links() if missing else ():
             name = link_registry.held_of(link_registry.link_at(path) or "")
             if name in missing:
-                link_registry.move_held(self._store, missing.pop(name), path)
+                link_registry.hold_at(self._store, missing.pop(name), path)
         return missing

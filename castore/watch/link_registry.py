@@ -156,7 +156,7 @@ def find_held(store: Store, link: str) -> Entry | None:
     name = held_of(link)
     if name is None:
         return None
-    held = store.index.entry(name)
+    held = held_entry(store, name)
     if held is not None:
         return held
     blob = store.blob(name.split("/")[2])
@@ -235,7 +235,7 @@ def confirm_link(store: Store, binding: Binding) -> bool:
             and now.digest == binding.entry.digest
             and target_of(now) == binding.link
         )
-        return (is_bound and store.index.entry(binding.held) is not None) or _bind_link(store, txn, binding)
+        return (is_bound and held_entry(store, binding.held) is not None) or _bind_link(store, txn, binding)
 
 
 def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
@@ -254,11 +254,10 @@ def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
             )
 
 
-def move_held(store: Store, held: Entry, path: str) -> None:
-    """Note that a held entry's link was seen at a path."""
+def hold_at(store: Store, held: Entry, path: str) -> None:
+    """Hold the bytes of a link that was seen at a path. Nothing is done if the store does not have them."""
     with store.index.write() as txn:
-        if store.index.entry(held.name) is not None:
-            _set_entry(txn, held, held.metadata | {"path": path}, held.created, pinned=True)
+        _set_entry(txn, held, held.metadata | {"path": path}, held.created, pinned=True)
 
 
 def release(store: Store, held: Entry) -> bool:
@@ -309,7 +308,7 @@ class LinkRemover:
         if names:
             return False
         with self._store.index.write() as txn:
-            held = self._store.index.entry(name)
+            held = held_entry(self._store, name)
             if held is None or path_of(held) != entry.metadata["source"].get("path"):
                 return False
             return txn.delete_entry(name)

@@ -320,7 +320,8 @@ def clean(store: Store, leftover: str) -> None:
         path = None if owner is None else os.path.join(place, owner)
         link = None if path is None else link_registry.link_at(path)
         held = None if link is None else link_registry.find_held(store, link)
-        # Anybody who may write here can give a file such a name, and a number may be used again.
+        # Other users who may write to the folder can give a file of theirs such a name. The inode number
+        # alone proves nothing either: the file system gives it to a new file once the old one is gone.
         is_file = stat.S_ISREG(found.st_mode)
         if path is None or held is None or not is_file or not _is_replaced(held, found):
             return

@@ -128,15 +128,30 @@ def test_bytes_of_links_that_are_gone_for_good_can_be_let_go_of(
     shutil.rmtree(folder)
     found = run(store.path, "doctor")
     assert (found.returncode, found.stdout.count("\n")) == (1, 2)
-    assert "2 links of `castore watch --replace` are not where they were last seen" in found.stdout
+    assert "2 B are kept for links of `castore watch --replace` that are not where they were last seen (2, " in found.stdout
     assert f"{folder}/" in found.stdout
     forgotten = run(store.path, "doctor", "--forget-links")
     assert (forgotten.returncode, forgotten.stderr) == (0, "")
-    assert forgotten.stdout == "mended: the bytes of 2 links that are gone (2 B) are let go of\n"
+    assert forgotten.stdout == "mended: let go of the bytes of 2 lost links (2 B)\n"
     assert run(store.path, "doctor", "--forget-links").stdout == f"{store.path}: all in order\n"
     assert not any(entry.pinned for entry in store.entries())
     assert run(store.path, "rm", "-r", "in").returncode == 0
     assert store.gc(grace=0).blobs == 2
+
+
+def test_a_link_under_a_temporary_name_holds_its_bytes_again_after_they_were_let_go_of(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = make_file(folder, "a", b"a" * 100)
+    watch("--replace").end_after("replaced")
+    make_file(folder, "b", b"b")
+    parked = path.rename(folder / "a.tmp")
+    forgotten = run(store.path, "doctor", "--forget-links")
+    assert forgotten.stdout.startswith("mended: let go of the bytes of 1 lost link (")
+    assert watch("--replace", "--mirror").end() == 0
+    assert store.entry("in/a") is None
+    assert store.gc(grace=0).blobs == 0
+    assert parked.read_bytes() == b"a" * 100
 
 
 def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
