@@ -170,8 +170,8 @@ def examine(parts: Parts) -> list[Diagnosis]:
         size = format_size(sum(held.stored for held in lost))
         found.append(
             Diagnosis(
-                f"{size} are kept for links of `castore watch --replace` that are not where they were last seen"
-                f" ({len(lost):,}, {path_of(lost[0])} first)",
+                f"{size} are kept for links of `castore watch --replace` that are not where they were last"
+                f" seen ({len(lost):,}, {path_of(lost[0])} first)",
                 False,
                 "`castore watch DIR --as PREFIX` looks for renamed links in the folder; if they are gone for"
                 " good, `castore doctor --forget-links` lets go of their bytes",
