@@ -21,6 +21,7 @@ from castore.objects.codecs import check_codec
 from castore.system import ownership
 from castore.system.ballast import Ballast
 from castore.system.io_errors import AT_FAULT
+from castore.system.mount_table import mounts
 from castore.system.temporary import (
     create_temporary,
     make_folder,
@@ -406,10 +407,4 @@ def filesystem_of(path: Path) -> str:
     """Type of the file system that holds ``path``, as ``/proc/self/mountinfo`` names it."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    kind = ""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-        for line in mounts:
-            left, _, right = line.partition(" - ")
-            if left.split()[2] == wanted:
-                kind = right.split()[0]
-    return kind
+    return next((mount.fstype for mount in reversed(mounts()) if mount.device == wanted), "")

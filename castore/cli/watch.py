@@ -190,7 +190,7 @@ class _EventPrinter:
             typer.echo(json_text(event._asdict()))
         elif event.event == "failed":
             print_error(f"{printable(event.path)}: {event.reason}" if event.path else event.reason)
-        elif event.event == "unmounted":
+        elif event.event in ("unmounted", "hidden"):
             print_error(event.reason)
         else:
             what = event.name or event.path

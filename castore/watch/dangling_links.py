@@ -173,8 +173,9 @@ def examine(parts: Parts) -> list[Diagnosis]:
                 f"{size} are kept for links of `castore watch --replace` that are not where they were last"
                 f" seen ({len(lost):,}, {path_of(lost[0])} first)",
                 False,
-                "`castore watch DIR --as PREFIX` looks for renamed links in the folder; if they are gone for"
-                " good, `castore doctor --forget-links` lets go of their bytes",
+                "if they are on a disk that is not mounted, mount it; `castore watch DIR --as PREFIX` looks"
+                " for renamed links in the folder; if they are gone for good, `castore doctor --forget-links`"
+                " lets go of their bytes",
             )
         )
     return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 #: Prefixes of this package's own temporary files.
 SWAP_PREFIX, PART_PREFIX = ".castore-swap-", ".castore-part-"
@@ -33,6 +34,33 @@ def is_temporary(basename: str) -> bool:
     return _TEMPORARY(basename) is not None
 
 
+class Root(NamedTuple):
+    """A watched folder itself, and not another one that is at its path while its disk is not mounted.
+
+    Attributes:
+        path: of the folder.
+        inode: its number.
+        filesystem: number of the file system (``f_fsid`` of statvfs). Unlike that of the device, it outlives
+            a reboot on most file systems.
+    """
+
+    path: str
+    inode: int
+    filesystem: int
+
+    @classmethod
+    def at(cls, path: str) -> Root:
+        """The folder that is at a path now."""
+        return cls(path, os.stat(path).st_ino, os.statvfs(path).f_fsid)
+
+    def is_there(self) -> bool:
+        """Whether the folder at the path is still this one."""
+        try:
+            return Root.at(self.path) == self
+        except OSError:
+            return False
+
+
 class WatchedFolder:
     """A folder and the prefix that its files are named under.
 
@@ -40,6 +68,9 @@ class WatchedFolder:
         root: absolute, without links.
         prefix: checked; "" for none.
         store: the store's folder, which is left out if it lies in this one.
+
+    Attributes:
+        as_root: the folder itself, for the records of links in it.
     """
 
     def __init__(self, root: str, prefix: str, store: str) -> None:
@@ -48,6 +79,7 @@ class WatchedFolder:
         self._store = os.path.realpath(store)
         found = os.stat(root)
         self.identity = found.st_dev, found.st_ino
+        self.as_root = Root.at(root)
 
     def exists(self) -> bool:
         """Whether the folder is still the one that was there at the start."""
@@ -103,11 +135,15 @@ class WatchedFolder:
 
         return self._walk(path, inside)
 
-    def links(self) -> Iterator[str]:
-        """All links in the folder but those in the store, those of temporary names too."""
+    def links(self, skip: Callable[[OSError], object] = lambda error: None) -> Iterator[str]:
+        """All links in the folder but those in the store, those of temporary names too.
+
+        Args:
+            skip: called with the error for each folder that cannot be listed.
+        """
 
         def inside(folder: str) -> Iterator[os.DirEntry[str]]:
-            below = self._inside(folder, lambda error: None)
+            below = self._inside(folder, skip)
             return (item for item in below if item.is_symlink() or not self._is_store(item.path))
 
         return (path for path in self._walk(self.root, inside) if os.path.islink(path))

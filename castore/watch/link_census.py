@@ -4,6 +4,10 @@ A held entry (link_registry.py) knows where its link was last seen. If no link t
 link was deleted, replaced or renamed, and only a look at the whole folder can tell. Temporary names count
 there too: a link that was renamed to one still stands for its file. A rename during the look can hide a link,
 so a held entry goes only after a second look, some seconds later.
+
+A link that is merely out of sight is not gone. The disk of the watched folder may not be mounted, and an
+empty folder be at its path; another file system may be mounted over a part of the folder; a part may not be
+listable. The bytes of such links stay, until the links are seen again or the user lets go of them.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ from collections.abc import Iterable
 
 from castore import Store
 from castore.records import Entry
+from castore.system.mount_table import mounts
 from castore.watch import link_registry
-from castore.watch.folder import WatchedFolder
+from castore.watch.folder import Root, WatchedFolder
 
 #: Seconds between two looks for one link, at least.
 _LOOK_SECONDS = 2.0
 # A look may take a twentieth of the time.
 _SHARE = 20
+# Records that one transaction renews.
+_BATCH = 1000
 
 
 class LinkCensus:
@@ -44,10 +51,27 @@ class LinkCensus:
         if self._missed:
             self._due = min(self._due, time.monotonic() + _LOOK_SECONDS)
 
-    def suspect_all(self) -> None:
-        """Look soon for all links of the folder that are not where they were last seen."""
-        held = link_registry.all_held(self._store, self._folder.root)
-        self.suspect(one.name for one in held if not link_registry.is_led(one))
+    def suspect_all(self) -> int:
+        """Look soon for all links of the folder that are not where they were last seen.
+
+        Returns:
+            The number of links that are out of sight, whose bytes stay.
+        """
+        hidden, moved, sight = 0, [], _Sight()
+        for held in link_registry.all_held(self._store, self._folder.root):
+            if not link_registry.is_led(held):
+                if sight.hides(held):
+                    hidden += 1
+                else:
+                    self.suspect([held.name])
+            elif not sight.has_root_of(held):
+                moved.append((held, link_registry.path_of(held)))  # with its folder, to another disk say
+                if len(moved) == _BATCH:
+                    link_registry.hold_at(self._store, moved, self._folder.as_root)
+                    moved = []
+        if moved:
+            link_registry.hold_at(self._store, moved, self._folder.as_root)
+        return hidden
 
     def look_if_due(self) -> None:
         """Look for links, if it is time."""
@@ -55,7 +79,8 @@ class LinkCensus:
         if began < self._due:
             return
         self._due = math.inf
-        missing = self._find()
+        found, sight = self._find(), _Sight()
+        missing = {name: held for name, held in found.items() if not sight.hides(held)}
         for name, held in list(missing.items()):
             since = self._missed[name]
             if began - since >= _LOOK_SECONDS and link_registry.release(self._store, held):
@@ -73,11 +98,41 @@ class LinkCensus:
         self._missed = {}
 
     def _find(self) -> dict[str, Entry]:
-        """Those of the suspects that are held and that no link in the folder leads to."""
+        """Those of the suspects that are held and that no link in the folder leads to; none if a part of the
+        folder cannot be listed.
+        """
         found = ((name, link_registry.held_entry(self._store, name)) for name in self._missed)
         missing = {name: held for name, held in found if held is not None and not link_registry.is_led(held)}
-        for path in self._folder.links() if missing else ():
+        unlistable: list[OSError] = []
+        for path in self._folder.links(unlistable.append) if missing else ():
             name = link_registry.held_of(link_registry.link_at(path) or "")
             if name in missing:
-                link_registry.hold_at(self._store, missing.pop(name), path)
-        return missing
+                link_registry.hold_at(self._store, [(missing.pop(name), path)], self._folder.as_root)
+        return {} if unlistable else missing
+
+
+class _Sight:
+    """Tells at one moment which links cannot be seen at their places, though they may be there."""
+
+    def __init__(self) -> None:
+        self._mountpoints = [str(mount.mountpoint) for mount in mounts()]
+        self._there: dict[Root, bool] = {}
+
+    def has_root_of(self, held: Entry) -> bool:
+        """Whether the watched folder in which a link was last seen is there."""
+        root = link_registry.root_of(held)
+        if root is None:
+            return False
+        if root not in self._there:
+            self._there[root] = root.is_there()
+        return self._there[root]
+
+    def hides(self, held: Entry) -> bool:
+        """Whether the folder of a link is another one now, or something is mounted between the two."""
+        root, path = link_registry.root_of(held), link_registry.path_of(held)
+        if root is None or not self.has_root_of(held):
+            return True
+        return any(
+            path.startswith(f"{mountpoint}/") and mountpoint.startswith(f"{root.path}/")
+            for mountpoint in self._mountpoints
+        )

@@ -4,9 +4,9 @@ A link leads to its bytes, not to a name that may get others: ``<mountpoint>/.ca
 ns>.<mark of the path>/<file's name>``. So wherever a link is renamed to, and whatever takes its place, it
 shows its file. The bytes are *held* by an entry of that very name, which no listing shows. It is pinned (gc
 never removes a pinned entry) and never expires; its metadata has the link's path as it was last seen, the
-file's permission bits (``mode``) and owner (``uid``, ``gid``), and the prefix of the mount. A held entry goes
-only when no link leads to it any more (link_census.py). Each link has a held entry of its own: a link that
-was copied gets another one.
+file's permission bits (``mode``) and owner (``uid``, ``gid``), the prefix of the mount, and the watched
+folder in which the link was seen (``root``). A held entry goes only when no link leads to it
+any more (link_census.py). Each link has a held entry of its own: a link that was copied gets another one.
 
 The entry that is named after the file has the link's target in its metadata under ``source`` (``link``), the
 mount's prefix if there is one, and whether the entry was pinned before (``pinned``). It is pinned, too. Both
@@ -34,6 +34,7 @@ from castore import Store
 from castore.index.transaction import Write
 from castore.names import LINKS, is_own_name
 from castore.records import Entry, EntrySpec, Mount
+from castore.watch.folder import Root
 
 _OWN_KEYS = {"link", "prefix", "pinned"}
 
@@ -74,6 +75,14 @@ def inode_of(held: Entry) -> int | None:
     return inode if type(inode) is int else None
 
 
+def root_of(held: Entry) -> Root | None:
+    """The watched folder in which the link of a held entry was last seen; None if that is not known."""
+    recorded = held.metadata.get("root")
+    if not isinstance(recorded, list) or list(map(type, recorded)) != [str, int, int]:
+        return None
+    return Root(*recorded)
+
+
 class Binding(NamedTuple):
     """A link that stands, or will stand, for the file of an entry.
 
@@ -85,6 +94,7 @@ class Binding(NamedTuple):
         held: name of the held entry.
         link: the link's target.
         prefix: of the mount that it leads into.
+        root: the watched folder.
         inode: number of the file; None if it is a link already.
     """
 
@@ -95,6 +105,7 @@ class Binding(NamedTuple):
     held: str
     link: str
     prefix: str
+    root: Root
     inode: int | None = None
 
 
@@ -203,12 +214,12 @@ def bind_links(store: Store, bindings: Sequence[Binding]) -> list[Entry | None]:
 
 
 def _bind_link(store: Store, txn: Write, binding: Binding) -> bool:
-    entry, source, modified, owner, held, link, prefix, inode = binding
+    entry, source, modified, owner, held, link, prefix, root, inode = binding
     before = store.entry(entry.name, expired=True)
     recorded = source | {"link": link} | ({"prefix": prefix} if prefix else {})
     if before is not None and before.pinned and (target_of(before) is None or was_pinned(before)):
         recorded["pinned"] = True
-    holding = {"path": source["path"], "prefix": prefix} | owner._asdict()
+    holding = {"path": source["path"], "prefix": prefix} | owner._asdict() | {"root": root}
     if inode is not None:
         holding["inode"] = inode
     created = modified / 1e9
@@ -254,10 +265,18 @@ def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
             )
 
 
-def hold_at(store: Store, held: Entry, path: str) -> None:
-    """Hold the bytes of a link that was seen at a path. Nothing is done if the store does not have them."""
+def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], root: Root) -> None:
+    """Hold the bytes of links that were seen, all in one transaction.
+
+    Args:
+        store: has the entries. Nothing is done for a link whose bytes it does not have.
+        seen: held entries, and where their links are.
+        root: the watched folder that the links are in.
+    """
     with store.index.write() as txn:
-        _set_entry(txn, held, held.metadata | {"path": path}, held.created, pinned=True)
+        for held, path in seen:
+            metadata = held.metadata | {"path": path, "root": root}
+            _set_entry(txn, held, metadata, held.created, pinned=True)
 
 
 def release(store: Store, held: Entry) -> bool:

@@ -39,7 +39,7 @@ from castore.watch.file_lease import (
     is_writer_waiting,
     lease,
 )
-from castore.watch.folder import PART_PREFIX, SWAP_PREFIX
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, Root
 
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
@@ -61,19 +61,20 @@ Done = Callable[[Snapshot, Entry, Exception | None], object]
 
 
 def replace(
-    store: Store, mount: Mount, files: Sequence[Pair], check: Callable[[int], object], done: Done
+    store: Store, root: Root, mount: Mount, files: Sequence[Pair], check: Callable[[int], object], done: Done
 ) -> None:
     """Replace files by links into a mount. Pass about a hundred files: each commit waits for the disk.
 
     Args:
         store: opened with ``durable=True``: a power cut must not take the bytes that the links lead to.
+        root: the watched folder that the files are in.
         mount: the links lead into it.
         files: snapshots of the files, and their entries; the caller closes the snapshots.
         check: called with the bytes of each piece that is read back. Its exceptions end everything.
         done: called for each file with None, or with the reason why it stays: `FileBusyError`,
             `KeptError` (it cannot be replaced), `OtherBytesError`, or another error.
     """
-    ready = deque(_bind(store, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
+    ready = deque(_bind(store, root, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
     synced: set[Path] = set()
     stay: list[Entry] = []
     try:
@@ -90,7 +91,7 @@ def replace(
 
 
 def _bind(
-    store: Store, mount: Mount, files: list[Pair], done: Done
+    store: Store, root: Root, mount: Mount, files: list[Pair], done: Done
 ) -> list[tuple[Snapshot, Entry, link_registry.Binding]]:
     bindings = []
     for file, entry in files:
@@ -101,7 +102,7 @@ def _bind(
         bindings.append(
             link_registry.Binding(
                 entry, source, modified, _owner(file.status), held, link_registry.target_in(mount, held),
-                mount.prefix, file.status.st_ino,
+                mount.prefix, root, file.status.st_ino,
             )
         )  # fmt: skip
     bound = []

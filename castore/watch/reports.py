@@ -12,7 +12,8 @@ class Event(NamedTuple):
         event: ``added``, ``changed``, ``replaced``, ``kept`` (could not be replaced), ``relinked``,
             ``restored``, ``dropped``, ``unpinned`` (its link is gone), ``stale`` (computed from a file that
             changed), ``failed``, ``unmounted`` (links lead to nothing), ``mounted`` (they lead somewhere
-            again), ``rescan``, ``waiting`` (for the folder to exist), ``ready``.
+            again), ``hidden`` (links are out of sight, and their bytes stay), ``rescan``, ``waiting`` (for
+            the folder to exist), ``ready``.
         path: of the file, or "".
         name: of the entry, or "".
         size: in bytes.

@@ -170,7 +170,7 @@ class Scanner:
             return
         self.parked[path] = held.name
         if link_registry.path_of(held) != path and not link_registry.is_led(held):
-            link_registry.hold_at(self._store, held, path)
+            link_registry.hold_at(self._store, [(held, path)], self._folder.as_root)
         wanted = self._target(link, held)
         if link != wanted:
             replace.relink(path, link, wanted)
@@ -252,7 +252,7 @@ class Scanner:
         # Record the target before the link is redirected: a link leads to these bytes either way.
         binding = link_registry.Binding(
             held._replace(name=name, metadata={}), source, modified, link_registry.owner_of(held), held.name,
-            wanted, prefix,
+            wanted, prefix, self._folder.as_root,
         )  # fmt: skip
         if link_registry.bind_links(self._store, [binding]) == [None]:
             raise CastoreError(
@@ -337,7 +337,9 @@ class Scanner:
                     files.append((file, entry))
                 else:
                     self._schedule(path, self._busy_seconds)
-            replace.replace(self._store, mount, files, self._check_stop, self._on_replaced)
+            replace.replace(
+                self._store, self._folder.as_root, mount, files, self._check_stop, self._on_replaced
+            )
         others, self._to_put = self._to_put, []
         for path, entry in others:
             try:

@@ -58,6 +58,7 @@ class Watcher:
             raise
         self._census = LinkCensus(self._store, self._folder)
         self._rescan_at = self._mount_at = 0.0
+        self._hidden = 0
 
     def _is_relevant(self, path: str) -> bool:
         """Whether events at a path count: also of links that stand for files, under temporary names."""
@@ -138,9 +139,20 @@ class Watcher:
         self._report_store_errors(self._scanner.rescan_conflicts)
         self._scanner.touched.clear()
         self._scanner.let_go.clear()
-        self._census.suspect_all()
+        self._report_hidden(self._census.suspect_all())
         self._drop_stale(self._folder.has)
         self._link_monitor.check_all()
+
+    def _report_hidden(self, count: int) -> None:
+        """Report how many links are out of sight, if it is another number than before."""
+        before, self._hidden = self._hidden, count
+        if count and count != before:
+            reason = (
+                f"links out of sight: {count:,}. {self._folder.root} is not the folder in which they were"
+                " made, or something is mounted on a part of it. Their bytes stay. Mount the disk that they"
+                " are on; if they are gone for good, `castore doctor --forget-links` lets go of their bytes"
+            )
+            self._report(Event("hidden", path=self._folder.root, reason=reason))
 
     def _own_entries(self) -> Iterator[Entry]:
         """Entries that were made from files of this folder."""

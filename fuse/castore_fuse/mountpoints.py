@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from castore.system.mount_table import MountInfo, mounts
 from castore_fuse.errors import BusyError, MountError
 
 FSTYPE = "fuse.castore"
@@ -32,36 +32,12 @@ _BUSY_SECONDS = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class MountInfo(NamedTuple):
-    """A line of /proc/self/mountinfo."""
-
-    mountpoint: Path
-    fstype: str
-    source: str
-    device: str
-
-
 class Holder(NamedTuple):
     """A process that uses something below a mountpoint."""
 
     pid: int
     name: str
     path: str
-
-
-def _unescape(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
-def mounts() -> list[MountInfo]:
-    """All mounts that this process sees, the oldest first."""
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            before, _, after = line.partition(" - ")
-            fields, (fstype, source, *_) = before.split(" "), after.split(" ")
-            found.append(MountInfo(Path(_unescape(fields[4])), fstype, _unescape(source), fields[2]))
-    return found
 
 
 def mount_at(mountpoint: Path) -> MountInfo | None:

@@ -14,6 +14,7 @@ import pytest
 import castore_fuse
 from castore import Store
 from castore.watch import link_registry
+from castore.watch.folder import Root
 from tests.clocks import pass_time
 from tests.helpers import text
 from tests.watch.conftest import Watch, make_file, run
@@ -161,7 +162,9 @@ def test_restore_leaves_the_link_when_the_disk_is_too_full(
             source = {"path": str(link), "size": len(data), "mtime_ns": 1}
             held = link_registry.held_name(entry.digest, 1, str(link))
             owner = link_registry.Owner(0, 0, 0o600)
-            binding = link_registry.Binding(entry, source, 1, owner, held, f"{root}/{held}", "")
+            binding = link_registry.Binding(
+                entry, source, 1, owner, held, f"{root}/{held}", "", Root.at(str(small))
+            )
             assert link_registry.bind_links(store, [binding]) != [None]
             link.symlink_to(root / held)
             ran = run(store.path, "watch", small, "--as", "in", "--restore")

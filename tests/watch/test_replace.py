@@ -24,7 +24,7 @@ from castore.watch import entry_sources, link_registry, replace
 from castore.watch.adder import Adder
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
-from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, Root, WatchedFolder
 from castore.watch.reports import Event
 from castore.watch.restore import restore, restore_all
 from castore.watch.scanner import Scanner, Stop
@@ -136,7 +136,12 @@ def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
         with Snapshot(str(path)) as file:
             touch(path)
             replace.replace(
-                store, mount, [(file, entry)], lambda size: None, lambda *done: told.append(done[2])
+                store,
+                Root.at(str(folder)),
+                mount,
+                [(file, entry)],
+                lambda size: None,
+                lambda *done: told.append(done[2]),
             )
         assert not path.is_symlink()
         after = store.entry(entry.name)
@@ -429,7 +434,12 @@ def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Sto
 
     with Snapshot(str(path)) as file:
         replace.replace(
-            store, mount, [(file, put_as_watched(store, path))], give_up, lambda file, entry, error: None
+            store,
+            Root.at(str(folder)),
+            mount,
+            [(file, put_as_watched(store, path))],
+            give_up,
+            lambda file, entry, error: None,
         )
     assert path.is_symlink()
     link_registry.unbind_links(store, [bound(store)])  # and once more, when the link is there
@@ -448,7 +458,7 @@ def test_a_file_that_became_a_link_while_it_was_put_keeps_the_links_record(
     adder.add("in/a", str(path), None)
     with Snapshot(str(path)) as file:
         entry = put_as_watched(store, path)
-        replace.replace(store, mount, [(file, entry)], lambda size: None, lambda *done: None)
+        replace.replace(store, Root.at(str(folder)), mount, [(file, entry)], lambda size: None, print)
     assert path.is_symlink()
     adder.flush()
     assert failed == [str(path)]
@@ -465,7 +475,12 @@ def test_a_renamed_link_whose_old_name_is_scanned_first_keeps_its_bytes(
     path.chmod(0o640)
     with Snapshot(str(path)) as file:
         replace.replace(
-            store, mount, [(file, put_as_watched(store, path))], lambda size: None, lambda *done: None
+            store,
+            Root.at(str(folder)),
+            mount,
+            [(file, put_as_watched(store, path))],
+            lambda size: None,
+            print,
         )
     path.rename(folder / "b")
     events: list[Event] = []

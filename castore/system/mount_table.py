@@ -1,0 +1,38 @@
+"""The table of mounts that this process sees. Reads /proc alone: never accesses a mount, which may hang."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+
+class MountInfo(NamedTuple):
+    """A line of /proc/self/mountinfo.
+
+    Attributes:
+        mountpoint: where it is mounted.
+        fstype: type of the file system.
+        source: whatever was mounted, in the words of the file system.
+        device: numbers of its device, ``major:minor``.
+    """
+
+    mountpoint: Path
+    fstype: str
+    source: str
+    device: str
+
+
+def mounts() -> list[MountInfo]:
+    """All mounts, the oldest first."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            before, _, after = line.partition(" - ")
+            fields, (fstype, source, *_) = before.split(" "), after.split(" ")
+            found.append(MountInfo(Path(_unescape(fields[4])), fstype, _unescape(source), fields[2]))
+    return found
+
+
+def _unescape(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

@@ -1,0 +1,156 @@
+"""Links that cannot be seen for a while, since their disk is not mounted, say, keep their bytes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from castore import Store
+from castore.names import LINKS
+from castore.watch.link_registry import path_of
+from tests.mount.conftest import until
+from tests.watch.conftest import ENVIRONMENT, Watch, make_file
+
+SOON = "from castore.watch import link_census; link_census._LOOK_SECONDS = 0.3"
+DATA = b"bytes" * 1000
+
+
+def held(store: Store) -> set[str]:
+    return {path_of(entry) for entry in store.index.own_entries(LINKS)}
+
+
+@contextmanager
+def covered(folder: Path) -> Iterator[None]:
+    """Mount another file system over a folder, as if the folder's own disk were not mounted."""
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder]).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[None]:
+    """Put another folder in the place of one."""
+    away = folder.with_name("away")
+    folder.rename(away)
+    folder.mkdir()
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+        away.rename(folder)
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("hide", [covered, replaced])
+def test_links_of_a_folder_whose_disk_is_not_mounted_keep_their_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, hide: Callable[[Path], object], mirror: bool
+) -> None:
+    path = make_file(folder, "a", DATA)
+    watch("--replace").end_after("replaced")
+    with hide(folder):  # type: ignore[attr-defined]
+        make_file(folder, "other", b"a tool has found no file, and made one")
+        watching = watch("--replace", *(["--mirror"] if mirror else []), period=SOON)
+        told = watching.until("hidden")
+        assert told["path"] == str(folder)
+        assert told["reason"].startswith(f"links out of sight: 1. {folder} is not the folder in which")
+        until(lambda: str(folder / "other") in held(store))
+        (folder / "other").unlink()
+        until(lambda: str(folder / "other") not in held(store))  # two looks have passed
+        watching.process.kill()
+        watching.process.wait()
+        store.gc(max_size=0, grace=0)
+    assert path.read_bytes() == DATA
+    assert watch("--replace").end() == 0
+    (entry,) = store.entries()
+    assert (entry.name, entry.pinned) == ("in/a", True)
+
+
+@pytest.mark.parametrize("bind", [False, True])
+def test_links_in_a_part_over_which_something_is_mounted_keep_their_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path, bind: bool
+) -> None:
+    path, seen = make_file(folder, "part/a", DATA), make_file(folder, "seen", DATA * 2)
+    watching = watch("--replace")
+    watching.until("replaced", "in/part/a")
+    watching.until("replaced", "in/seen")
+    assert watching.end() == 0
+    (tmp_path / "empty").mkdir()
+    how = ["--bind", str(tmp_path / "empty")] if bind else ["-t", "tmpfs", "tmpfs"]
+    if subprocess.run(["mount", *how, path.parent]).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        seen.unlink()
+        watching = watch("--replace", period=SOON)
+        watching.until("hidden")
+        until(lambda: held(store) == {str(path)})
+        assert watching.end() == 0
+        store.gc(max_size=0, grace=0)
+    finally:
+        subprocess.run(["umount", path.parent], check=True)
+    assert path.read_bytes() == DATA
+
+
+def test_links_that_went_with_their_folder_to_another_disk_are_looked_after_there(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    for name in "ab":
+        make_file(folder, name, name.encode() * 100)
+    watching = watch("--replace")
+    watching.until("replaced", "in/a")
+    watching.until("replaced", "in/b")
+    assert watching.end() == 0
+    folder.rename(folder.with_name("old"))
+    shutil.copytree(folder.with_name("old"), folder, symlinks=True)
+    watching = watch("--replace", period=SOON)
+    (folder / "a").unlink()
+    until(lambda: held(store) == {str(folder / "b")})
+    assert watching.end() == 0
+    assert watching.told("hidden") == []
+    assert (folder / "b").read_bytes() == b"b" * 100
+
+
+LOOK = """
+import sys
+from castore import Store
+from castore.watch import link_census
+from castore.watch.folder import WatchedFolder
+
+link_census._LOOK_SECONDS = 0.0
+store = Store(sys.argv[1])
+census = link_census.LinkCensus(store, WatchedFolder(sys.argv[2], "in", sys.argv[1]))
+for _ in range(3):
+    census.suspect_all()
+    census.look_if_due()
+store.close()
+"""
+
+
+def test_a_link_in_a_folder_that_cannot_be_listed_keeps_its_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = make_file(folder, "a", DATA)
+    watch("--replace").end_after("replaced")
+    closed = folder / "closed"
+    closed.mkdir()
+    moved = path.rename(closed / "a")
+    closed.chmod(0)
+    bounded = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+    if subprocess.run([*bounded, "ls", closed], capture_output=True).returncode == 0:
+        pytest.skip("no folder can be closed to this user")
+    look = [sys.executable, "-c", LOOK, str(store.path), str(folder)]
+    subprocess.run([*bounded, *look], env=ENVIRONMENT, check=True)
+    closed.chmod(0o700)
+    store.gc(max_size=0, grace=0)
+    assert moved.read_bytes() == DATA
+    moved.unlink()
+    subprocess.run(look, env=ENVIRONMENT, check=True)
+    assert held(store) == set()
