@@ -171,7 +171,7 @@ def examine(parts: Parts) -> list[Diagnosis]:
         found.append(
             Diagnosis(
                 f"{size} are kept for links of `castore watch --replace` that are not where they were last"
-                f" seen ({len(lost):,}, {path_of(lost[0])} first)",
+                f" seen ({len(lost):,}, {path_of(lost[0])!r} first)",
                 False,
                 "if they are on a disk that is not mounted, mount it; `castore watch DIR --as PREFIX` looks"
                 " for renamed links in the folder; if they are gone for good, `castore doctor --forget-links`"

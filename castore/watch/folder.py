@@ -144,9 +144,12 @@ class WatchedFolder:
 
         def inside(folder: str) -> Iterator[os.DirEntry[str]]:
             below = self._inside(folder, skip)
-            return (item for item in below if item.is_symlink() or not self._is_store(item.path))
+            return (item for item in below if item.is_symlink() or self._is_part(item))
 
-        return (path for path in self._walk(self.root, inside) if os.path.islink(path))
+        return self._walk(self.root, inside)
+
+    def _is_part(self, item: os.DirEntry[str]) -> bool:
+        return item.is_dir(follow_symlinks=False) and not self._is_store(item.path)
 
     def _walk(self, path: str, inside: Callable[[str], Iterator[os.DirEntry[str]]]) -> Iterator[str]:
         """Files and links at or below a folder, given those of a folder's contents that count."""

@@ -12,7 +12,9 @@ listable. The bytes of such links stay, until the links are seen again or the us
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
 from collections.abc import Iterable
 
@@ -99,16 +101,23 @@ class LinkCensus:
 
     def _find(self) -> dict[str, Entry]:
         """Those of the suspects that are held and that no link in the folder leads to; none if a part of the
-        folder cannot be listed.
+        folder cannot be looked at.
         """
         found = ((name, link_registry.held_entry(self._store, name)) for name in self._missed)
         missing = {name: held for name, held in found if held is not None and not link_registry.is_led(held)}
-        unlistable: list[OSError] = []
-        for path in self._folder.links(unlistable.append) if missing else ():
-            name = link_registry.held_of(link_registry.link_at(path) or "")
+        unknown: list[OSError] = []
+        for path in self._folder.links(unknown.append) if missing else ():
+            try:
+                name = link_registry.held_of(os.readlink(path))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # it is a file by now
+                    unknown.append(error)
+                continue
             if name in missing:
                 link_registry.hold_at(self._store, [(missing.pop(name), path)], self._folder.as_root)
-        return {} if unlistable else missing
+        return {} if unknown else missing
 
 
 class _Sight:

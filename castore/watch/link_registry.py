@@ -359,7 +359,8 @@ def was_pinned(entry: Entry) -> bool:
 
 
 def _set_entry(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *, pinned: bool) -> bool:
-    text = json.dumps(metadata, sort_keys=True, ensure_ascii=False)
+    # Escaped: a tool may rename a link to what is no UTF-8, and its path is recorded here.
+    text = json.dumps(metadata, sort_keys=True)
     spec = EntrySpec(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
     blob = txn.blob(bytes.fromhex(entry.digest))
     if blob is None or not blob.is_here:

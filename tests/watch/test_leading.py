@@ -129,7 +129,7 @@ def test_bytes_of_links_that_are_gone_for_good_can_be_let_go_of(
     found = run(store.path, "doctor")
     assert (found.returncode, found.stdout.count("\n")) == (1, 2)
     assert "2 B are kept for links of `castore watch --replace` that are not where they" in found.stdout
-    assert f" were last seen (2, {folder}/" in found.stdout
+    assert f" were last seen (2, '{folder}/" in found.stdout
     assert f"{folder}/" in found.stdout
     forgotten = run(store.path, "doctor", "--forget-links")
     assert (forgotten.returncode, forgotten.stderr) == (0, "")

@@ -281,6 +281,25 @@ def test_rm_of_an_entry_touches_no_links_of_equal_files_and_copies(
     assert (folder / "two/a").read_bytes() == (folder / "three").read_bytes() == b"equal" * 100
 
 
+def test_a_link_whose_new_name_is_no_utf8_keeps_its_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Regression: it ended the watcher, and each one that was started after it."""
+    path = make_file(folder, "a", b"bytes" * 100)
+    watching = watch("--replace", "--mirror", period=SOON)
+    watching.until("replaced")
+    odd = path.rename(folder / os.fsdecode(b"\xff\xfe"))
+    until(lambda: held(store) == {str(odd)})
+    watching.until("dropped")
+    assert "which is not valid Unicode" in watching.until("failed")["reason"]
+    assert watching.end() == 0
+    assert watch("--replace").end() == 0
+    store.gc(max_size=0, grace=0)
+    assert odd.read_bytes() == b"bytes" * 100
+    odd.unlink()
+    assert r"/\udcff\udcfe' first)" in run(store.path, "doctor").stdout
+
+
 def test_rm_of_an_entry_keeps_the_link_that_stands_for_another_one_too(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:

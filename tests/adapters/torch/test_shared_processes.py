@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -372,16 +371,25 @@ def _read_all(cache: SharedCache, turn: Any) -> None:
 
 
 def _proportional_bytes(cache: SharedCache, workers: int) -> int:
-    """PSS of this process and of workers that have read the whole cache."""
+    """PSS of this process and of workers that have read the whole cache.
+
+    Pages of files are left out: those of torch's libraries weigh more as soon as another process of the
+    machine that has them mapped ends.
+    """
     turn = FORK.Barrier(workers + 1)
     children = [_start(_read_all, cache, turn) for _ in range(workers)]
     turn.wait(300)
     try:
-        return sum(psutil.Process(child.pid).memory_full_info().pss for child in (*children, _Self))
+        return sum(_own_bytes(child.pid) for child in (*children, _Self))
     finally:
         turn.wait(300)
         for child in children:
             child.join(120)
+
+
+def _own_bytes(pid: int | None) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 class _Self:
