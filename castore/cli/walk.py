@@ -22,8 +22,6 @@ from castore.settings import filesystem_of
 Skip = Callable[[str], object]
 # Links there lead to a process's open files, working folder and root: all over the disk.
 _PROC = "proc"
-# The device of a store's mount begins so in /proc/self/mountinfo.
-_CASTORE_DEVICE = "castore:"
 
 
 class Source(NamedTuple):
@@ -131,10 +129,7 @@ def _reason_to_skip(path: str, store: str, cross_mounts: bool) -> str | None:
     from castore_fuse import mountpoints
 
     found = mountpoints.mount_at(Path(os.path.realpath(path)))
-    shown = found.source if found is not None else ""
-    if shown.startswith(_CASTORE_DEVICE) and os.path.realpath(
-        shown.removeprefix(_CASTORE_DEVICE)
-    ) == os.path.realpath(store):
+    if found is not None and found.store == os.path.realpath(store):
         return "is a mount of the store itself"
     return None if cross_mounts else "is on another file system, which --cross-mounts enters"
 

@@ -19,6 +19,7 @@ from castore.cli.store_access import require_path, require_store, store_path
 from castore.errors import InvalidValueError, NotFoundError
 from castore.names import check_prefix
 from castore.objects.codecs import check_codec
+from castore.system.mount_table import mounts
 from castore.units import format_size, parse_duration
 from castore.watch.reports import Event
 
@@ -122,6 +123,9 @@ def _root(folder: str, store: str, *, is_needed: bool) -> str:
         raise InvalidValueError(f"{printable(folder)} is not a folder; give one that is there")
     if os.path.commonpath([root, store]) == store:
         raise InvalidValueError(f"{printable(folder)} lies in the store {store}; watch another folder")
+    shown = [mount.store for mount in mounts() if f"{root}/".startswith(f"{mount.mountpoint}/")]
+    if shown and shown[-1] == store:
+        raise InvalidValueError(f"{printable(folder)} is a mount of the store itself; watch another folder")
     try:
         root.encode()
     except UnicodeEncodeError as error:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+FSTYPE = "fuse.castore"
+"""The file system type of castore's mounts, in /proc/mounts and for `mount -t`."""
+SOURCE_PREFIX = "castore:"
+"""The source of such a mount is this, and then the path of its store."""
 
 
 class MountInfo(NamedTuple):
@@ -21,6 +27,13 @@ class MountInfo(NamedTuple):
     fstype: str
     source: str
     device: str
+
+    @property
+    def store(self) -> str | None:
+        """The real path of the store that a mount of castore's shows; None for other mounts."""
+        if self.fstype != FSTYPE:
+            return None
+        return os.path.realpath(self.source.removeprefix(SOURCE_PREFIX))
 
 
 def mounts() -> list[MountInfo]:

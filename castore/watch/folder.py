@@ -2,7 +2,7 @@
 
 Regular files count, and so do links that stand for one, and links to files inside the folder. Files that
 tools write under a temporary name do not count, nor do folders behind links, folders of other file systems (a
-mount below the folder would be added to itself), and the store.
+mount below the folder would be added to itself), the folders of version control, and the store.
 
 Memory grows with the depth and the width of one folder, not with the number of files.
 """
@@ -13,6 +13,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from castore.system.mount_table import FSTYPE, mounts
 
 #: Prefixes of this package's own temporary files.
 SWAP_PREFIX, PART_PREFIX = ".castore-swap-", ".castore-part-"
@@ -25,6 +27,10 @@ _TEMPORARY = re.compile(
 ).fullmatch
 
 
+# Folders of version control. Its programs rewrite files there in place, and read no links.
+_VERSION_CONTROL = frozenset({".git", ".hg", ".svn", ".jj", ".bzr"})
+
+
 def is_temporary(basename: str) -> bool:
     """Whether the name is one that tools give to unfinished files, or to files without content such as locks.
 
@@ -35,7 +41,8 @@ def is_temporary(basename: str) -> bool:
 
 
 class Root(NamedTuple):
-    """A watched folder itself, and not another one that is at its path while its disk is not mounted.
+    """A watched folder itself, and not another one that is at its path while its disk is not mounted. For
+    files of another file system that is mounted in the folder: the top of that file system.
 
     Attributes:
         path: of the folder.
@@ -68,9 +75,6 @@ class WatchedFolder:
         root: absolute, without links.
         prefix: checked; "" for none.
         store: the store's folder, which is left out if it lies in this one.
-
-    Attributes:
-        as_root: the folder itself, for the records of links in it.
     """
 
     def __init__(self, root: str, prefix: str, store: str) -> None:
@@ -79,7 +83,7 @@ class WatchedFolder:
         self._store = os.path.realpath(store)
         found = os.stat(root)
         self.identity = found.st_dev, found.st_ino
-        self.as_root = Root.at(root)
+        self._as_root = Root.at(root)
 
     def exists(self) -> bool:
         """Whether the folder is still the one that was there at the start."""
@@ -106,11 +110,55 @@ class WatchedFolder:
         """Whether a path lies in the folder."""
         return path == self.root or path.startswith(self.root.rstrip("/") + "/")
 
+    def is_real(self, path: str) -> bool:
+        """Whether no folder on the path is a link: one that took a folder's place leads somewhere else.
+
+        Raises:
+            OSError: the path has no folder any more.
+        """
+        return self._device(path) is not None
+
+    def is_followed(self, path: str) -> bool:
+        """Whether a real path is on the file system of the folder, and relevant.
+
+        Raises:
+            OSError: the path has no folder any more.
+        """
+        return self._device(path) == self.identity[0] and self.is_relevant(path)
+
+    @staticmethod
+    def _device(path: str) -> int | None:
+        """The device of a path's folder; None if a folder on the path is a link."""
+        folder = os.path.dirname(path)
+        fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        try:
+            # Not `realpath`: it looks at each part of the path, which took half the time of a full scan.
+            return os.fstat(fd).st_dev if os.readlink(f"/proc/self/fd/{fd}") == folder else None
+        finally:
+            os.close(fd)
+
+    def root_of(self, path: str) -> Root:
+        """The folder itself; for a path on another file system, that file system's top.
+
+        Raises:
+            OSError: the path has no folder any more.
+        """
+        folder = os.path.dirname(path)
+        device = os.stat(folder).st_dev
+        if device == self.identity[0]:
+            return self._as_root
+        while self.has(above := os.path.dirname(folder)) and os.stat(above).st_dev == device:
+            folder = above
+        return Root.at(folder)
+
     def is_relevant(self, path: str) -> bool:
-        """Whether events at a path in the folder count: no part of the path is temporary or the store."""
+        """Whether events at a path in the folder count: no part of the path is temporary, or a folder of
+        version control, or the store.
+        """
         if self._is_store(path):
             return False
-        return not any(map(is_temporary, path[len(self.root) :].split("/")))
+        parts = path[len(self.root) :].split("/")
+        return _VERSION_CONTROL.isdisjoint(parts) and not any(map(is_temporary, parts))
 
     def _is_store(self, path: str) -> bool:
         return path == self._store or path.startswith(self._store + "/")
@@ -133,10 +181,11 @@ class WatchedFolder:
                     leftover(item.path)
             return (item for item in below if self.is_relevant(item.path))
 
-        return self._walk(path, inside)
+        return self._walk(path, inside, self._is_same_device)
 
     def links(self, skip: Callable[[OSError], object] = lambda error: None) -> Iterator[str]:
-        """All links in the folder but those in the store, those of temporary names too.
+        """All links in the folder but those in the store and in mounts of stores: those of temporary names
+        and those on other file systems too.
 
         Args:
             skip: called with the error for each folder that cannot be listed.
@@ -146,21 +195,31 @@ class WatchedFolder:
             below = self._inside(folder, skip)
             return (item for item in below if item.is_symlink() or self._is_part(item))
 
-        return self._walk(self.root, inside)
+        stores = {str(mount.mountpoint) for mount in mounts() if mount.fstype == FSTYPE}
+        return self._walk(self.root, inside, lambda path: path not in stores)
 
     def _is_part(self, item: os.DirEntry[str]) -> bool:
         return item.is_dir(follow_symlinks=False) and not self._is_store(item.path)
 
-    def _walk(self, path: str, inside: Callable[[str], Iterator[os.DirEntry[str]]]) -> Iterator[str]:
-        """Files and links at or below a folder, given those of a folder's contents that count."""
-        waiting = [inside(path)]
+    @staticmethod
+    def _walk(
+        path: str, inside: Callable[[str], Iterator[os.DirEntry[str]]], is_entered: Callable[[str], bool]
+    ) -> Iterator[str]:
+        """Files and links at or below a folder.
+
+        Args:
+            path: the folder.
+            inside: gives those of a folder's contents that count.
+            is_entered: whether a folder is entered.
+        """
+        waiting = [inside(path)] if is_entered(path) else []
         while waiting:
             item = next(waiting[-1], None)
             if item is None:
                 waiting.pop()
             elif not item.is_dir(follow_symlinks=False):
                 yield item.path
-            elif self._is_same_device(item.path):
+            elif is_entered(item.path):
                 waiting.append(inside(item.path))
 
     def _is_same_device(self, path: str) -> bool:

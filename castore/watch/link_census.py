@@ -69,10 +69,10 @@ class LinkCensus:
             elif not sight.has_root_of(held):
                 moved.append((held, link_registry.path_of(held)))  # with its folder, to another disk say
                 if len(moved) == _BATCH:
-                    link_registry.hold_at(self._store, moved, self._folder.as_root)
+                    link_registry.hold_at(self._store, moved, self._folder)
                     moved = []
         if moved:
-            link_registry.hold_at(self._store, moved, self._folder.as_root)
+            link_registry.hold_at(self._store, moved, self._folder)
         return hidden
 
     def look_if_due(self) -> None:
@@ -116,7 +116,7 @@ class LinkCensus:
                     unknown.append(error)
                 continue
             if name in missing:
-                link_registry.hold_at(self._store, [(missing.pop(name), path)], self._folder.as_root)
+                link_registry.hold_at(self._store, [(missing.pop(name), path)], self._folder)
         return {} if unknown else missing
 
 

@@ -31,10 +31,12 @@ from typing import Any, NamedTuple
 import blake3
 
 from castore import Store
+from castore.errors import NotFoundError
 from castore.index.transaction import Write
 from castore.names import LINKS, is_own_name
 from castore.records import Entry, EntrySpec, Mount
-from castore.watch.folder import Root
+from castore.system.mount_table import mounts
+from castore.watch.folder import Root, WatchedFolder
 
 _OWN_KEYS = {"link", "prefix", "pinned"}
 
@@ -162,7 +164,10 @@ def find_held(store: Store, link: str) -> Entry | None:
     """The held entry that a link leads to, or None if a watcher of this store did not make the link.
 
     If nothing holds the bytes any more and they are still here, the entry is one that would hold them: a
-    `Binding` makes it.
+    `Binding` makes it. A link that leads into another store's mount, and there to its bytes, is that store's.
+
+    Raises:
+        NotFoundError: the link leads to nothing, and the store does not have its bytes.
     """
     name = held_of(link)
     if name is None:
@@ -170,15 +175,25 @@ def find_held(store: Store, link: str) -> Entry | None:
     held = held_entry(store, name)
     if held is not None:
         return held
+    if _is_of_other_store(store, link) and os.path.exists(link):
+        return None
     blob = store.blob(name.split("/")[2])
     if blob is None or not blob.is_here:
-        return None
+        raise NotFoundError(f"the link leads to nothing, and {store.path} does not have its bytes")
     now, digest = time.time(), blob.digest.hex()
     metadata = {"path": "", "prefix": ""}
     return Entry(
         name, digest, blob.size, blob.stored, blob.codec, modified_of(name) / 1e9, None, now, "bytes",
         metadata, True, False,
     )  # fmt: skip
+
+
+def _is_of_other_store(store: Store, link: str) -> bool:
+    """Whether a link leads into a mount of another store."""
+    mountpoint = mountpoint_of(link)
+    # The table is asked, and not the index: a mount outlives an index that is made anew.
+    stores = [mount.store for mount in mounts() if str(mount.mountpoint) == mountpoint]
+    return bool(stores) and stores[-1] != os.path.realpath(store.path)
 
 
 def held_entry(store: Store, name: str) -> Entry | None:
@@ -265,17 +280,20 @@ def unbind_links(store: Store, entries: Iterable[Entry]) -> None:
             )
 
 
-def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], root: Root) -> None:
+def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], folder: WatchedFolder) -> None:
     """Hold the bytes of links that were seen, all in one transaction.
 
     Args:
         store: has the entries. Nothing is done for a link whose bytes it does not have.
         seen: held entries, and where their links are.
-        root: the watched folder that the links are in.
+        folder: the watched folder that the links are in.
+
+    Raises:
+        OSError: a link has no folder any more.
     """
     with store.index.write() as txn:
         for held, path in seen:
-            metadata = held.metadata | {"path": path, "root": root}
+            metadata = held.metadata | {"path": path, "root": folder.root_of(path)}
             _set_entry(txn, held, metadata, held.created, pinned=True)
 
 

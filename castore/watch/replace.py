@@ -27,7 +27,7 @@ from pathlib import Path
 import blake3
 
 from castore import Store
-from castore.errors import CastoreError
+from castore.errors import CastoreError, NotFoundError
 from castore.records import LOOSE, Entry, Mount
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import entry_sources, link_registry
@@ -39,7 +39,7 @@ from castore.watch.file_lease import (
     is_writer_waiting,
     lease,
 )
-from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, Root
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
@@ -61,20 +61,25 @@ Done = Callable[[Snapshot, Entry, Exception | None], object]
 
 
 def replace(
-    store: Store, root: Root, mount: Mount, files: Sequence[Pair], check: Callable[[int], object], done: Done
+    store: Store,
+    folder: WatchedFolder,
+    mount: Mount,
+    files: Sequence[Pair],
+    check: Callable[[int], object],
+    done: Done,
 ) -> None:
     """Replace files by links into a mount. Pass about a hundred files: each commit waits for the disk.
 
     Args:
         store: opened with ``durable=True``: a power cut must not take the bytes that the links lead to.
-        root: the watched folder that the files are in.
+        folder: the watched folder that the files are in.
         mount: the links lead into it.
         files: snapshots of the files, and their entries; the caller closes the snapshots.
         check: called with the bytes of each piece that is read back. Its exceptions end everything.
         done: called for each file with None, or with the reason why it stays: `FileBusyError`,
             `KeptError` (it cannot be replaced), `OtherBytesError`, or another error.
     """
-    ready = deque(_bind(store, root, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
+    ready = deque(_bind(store, folder, mount, [pair for pair in files if _is_replaceable(pair, done)], done))
     synced: set[Path] = set()
     stay: list[Entry] = []
     try:
@@ -91,7 +96,7 @@ def replace(
 
 
 def _bind(
-    store: Store, root: Root, mount: Mount, files: list[Pair], done: Done
+    store: Store, folder: WatchedFolder, mount: Mount, files: list[Pair], done: Done
 ) -> list[tuple[Snapshot, Entry, link_registry.Binding]]:
     bindings = []
     for file, entry in files:
@@ -102,7 +107,7 @@ def _bind(
         bindings.append(
             link_registry.Binding(
                 entry, source, modified, _owner(file.status), held, link_registry.target_in(mount, held),
-                mount.prefix, root, file.status.st_ino,
+                mount.prefix, folder.root_of(file.path), file.status.st_ino,
             )
         )  # fmt: skip
     bound = []
@@ -148,13 +153,19 @@ def _is_replaceable(pair: Pair, done: Done) -> bool:
     return True
 
 
+def _is_lost(attribute: str) -> bool:
+    # Copies of files in a mount may have castore's own attributes, which the mount shows for every file.
+    own = attribute.startswith("user.castore.")
+    return attribute.startswith(("user.", "system.posix_acl")) and not own
+
+
 def _require_replaceable(file: Snapshot) -> None:
     if file.status.st_nlink > 1:
         raise KeptError("it has other hard links, which would go on taking its space")
     if file.status.st_mode & 0o7000:
         raise KeptError("it has a set-user-ID, set-group-ID or sticky bit, which would be lost")
     with suppress(OSError):  # a file system without them
-        kept = [name for name in os.listxattr(file.fd) if name.startswith(("user.", "system.posix_acl"))]
+        kept = [name for name in os.listxattr(file.fd) if _is_lost(name)]
         if kept:
             raise KeptError(f"it has an extended attribute ({kept[0]}), which would be lost")
     try:
@@ -320,7 +331,10 @@ def clean(store: Store, leftover: str) -> None:
         owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
         path = None if owner is None else os.path.join(place, owner)
         link = None if path is None else link_registry.link_at(path)
-        held = None if link is None else link_registry.find_held(store, link)
+        try:
+            held = None if link is None else link_registry.find_held(store, link)
+        except NotFoundError:
+            return  # the file may be the last copy
         # Other users who may write to the folder can give a file of theirs such a name. The inode number
         # alone proves nothing either: the file system gives it to a new file once the old one is gone.
         is_file = stat.S_ISREG(found.st_mode)

@@ -64,7 +64,7 @@ class Scanner:
     Attributes:
         touched: files that were changed or removed since the set was last emptied.
         let_go: names of held entries whose links may be gone, collected since then.
-        parked: held entries whose links have temporary names, by their paths.
+        parked: held entries whose links have temporary names or are on other file systems, by their paths.
         waits_for_mount: whether files are not replaced because the mount is gone.
 
     Raises:
@@ -113,9 +113,9 @@ class Scanner:
         self._progressed = 0
         try:
             found = os.lstat(path)
-            if not _is_real(path):
+            if not self._folder.is_real(path):
                 self.scan_missing(self._store.entries(self._folder.name(path)))
-            elif not self._folder.is_relevant(path):
+            elif not self._folder.is_followed(path):
                 self._scan_parked(path)
             elif stat.S_ISLNK(found.st_mode):
                 self._scan_link(path)
@@ -125,7 +125,7 @@ class Scanner:
         except (FullError, StoreError):
             raise
         except (CastoreError, OSError, FileBusyError) as error:
-            if _is_gone(path):
+            if self._is_gone(path):
                 self._schedule(path, 0)  # removed during the scan
             else:
                 self._on_failed(path, error)
@@ -154,15 +154,19 @@ class Scanner:
         return True
 
     def scan_parked(self) -> None:
-        """Scan all links under temporary names."""
+        """Scan all links under temporary names, and on other file systems."""
         for path in [path for path in self.parked if not os.path.islink(path)]:
             self.note_unparked(path)
         for path in self._folder.links():
-            if not self._folder.is_relevant(path):
+            try:
+                is_parked = not self._folder.is_followed(path)
+            except OSError:
+                continue  # it has just gone, and an event tells of it
+            if is_parked:
                 self.scan(path)
 
     def _scan_parked(self, path: str) -> None:
-        """Scan what is under a temporary name: a link that stands for a file goes on to do so."""
+        """Scan what has no name in the store: a link there that stands for a file goes on to do so."""
         self.note_unparked(path)
         link = link_registry.link_at(path)
         held = None if link is None else link_registry.find_held(self._store, link)
@@ -170,7 +174,7 @@ class Scanner:
             return
         self.parked[path] = held.name
         if link_registry.path_of(held) != path and not link_registry.is_led(held):
-            link_registry.hold_at(self._store, [(held, path)], self._folder.as_root)
+            link_registry.hold_at(self._store, [(held, path)], self._folder)
         wanted = self._target(link, held)
         if link != wanted:
             replace.relink(path, link, wanted)
@@ -241,7 +245,9 @@ class Scanner:
         before = self._store.entry(name, expired=True)
         if before is not None and before.digest == held.digest and before.pinned:
             source = before.metadata.get("source")
-            if isinstance(source, dict) and (source.get("link"), source.get("path")) == (wanted, path):
+            is_held = link_registry.path_of(held) == path  # not once somebody has let go of it
+            found = (source.get("link"), source.get("path")) if isinstance(source, dict) else None
+            if is_held and found == (wanted, path):
                 if link != wanted:  # a killed watcher had noted the new target
                     replace.relink(path, link, wanted)
                 return
@@ -252,7 +258,7 @@ class Scanner:
         # Record the target before the link is redirected: a link leads to these bytes either way.
         binding = link_registry.Binding(
             held._replace(name=name, metadata={}), source, modified, link_registry.owner_of(held), held.name,
-            wanted, prefix, self._folder.as_root,
+            wanted, prefix, self._folder.root_of(path),
         )  # fmt: skip
         if link_registry.bind_links(self._store, [binding]) == [None]:
             raise CastoreError(
@@ -284,7 +290,7 @@ class Scanner:
             if not isinstance(source, dict) or not self._folder.has(str(source.get("path"))):
                 continue
             path = str(source.get("through", source["path"]))
-            if not _is_gone(path) or not self._folder.exists():
+            if not self._is_gone(path) or not self._folder.exists():
                 continue
             self.touched.add(path)
             self._note_let_go(entry)
@@ -326,7 +332,7 @@ class Scanner:
             files = []
             for path, entry in wanted:
                 try:
-                    if not _is_real(path):
+                    if not self._folder.is_followed(path):
                         self._schedule(path, 0)
                         continue
                     file = opened.enter_context(Snapshot(path))
@@ -337,9 +343,7 @@ class Scanner:
                     files.append((file, entry))
                 else:
                     self._schedule(path, self._busy_seconds)
-            replace.replace(
-                self._store, self._folder.as_root, mount, files, self._check_stop, self._on_replaced
-            )
+            replace.replace(self._store, self._folder, mount, files, self._check_stop, self._on_replaced)
         others, self._to_put = self._to_put, []
         for path, entry in others:
             try:
@@ -401,6 +405,15 @@ class Scanner:
         self.flush()
         self._conflicts = []
 
+    def _is_gone(self, path: str) -> bool:
+        """Whether the path is no file any more. An unreadable parent folder is no proof of that."""
+        try:
+            return stat.S_ISDIR(os.lstat(path).st_mode) or not self._folder.is_real(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+
     def _on_failed(self, path: str, error: Exception) -> None:
         if isinstance(error, FileBusyError):
             self._schedule(path, self._busy_seconds)
@@ -417,28 +430,3 @@ class Scanner:
         self._check_stop(size)
         self._progressed += size
         self._progress(size)
-
-
-def _is_real(path: str) -> bool:
-    """Whether no folder on the path is a link: one that took a folder's place leads somewhere else.
-
-    Raises:
-        OSError: the path has no folder any more.
-    """
-    folder = os.path.dirname(path)
-    fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
-        # The kernel is asked, for `realpath` looks at each part of the path: half the time of a full scan.
-        return os.readlink(f"/proc/self/fd/{fd}") == folder
-    finally:
-        os.close(fd)
-
-
-def _is_gone(path: str) -> bool:
-    """Whether the path is no file any more. An unreadable parent folder is no proof of that."""
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode) or not _is_real(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        return False

@@ -15,6 +15,7 @@ from castore import Store
 from castore.errors import CastoreError
 from castore.gc.mount_barrier import RegisteredMount
 from castore.read.file_tree import FileTree
+from castore.system.mount_table import SOURCE_PREFIX
 from castore_fuse.daemon import serve
 from castore_fuse.errors import MountError
 from castore_fuse.follower import Follower
@@ -56,7 +57,7 @@ class MountDaemon:
             )  # fmt: skip
         self.view = View(self.store, given.prefix, given.cache_size, tree)
         operations = self._operations = Operations(self.view)
-        options = mount_options(f"castore:{self.store.path}", allow_other=given.allow_other)
+        options = mount_options(f"{SOURCE_PREFIX}{self.store.path}", allow_other=given.allow_other)
         threads = given.threads
         if threads is None and self.store.remotes():
             threads = _WAITING_THREADS

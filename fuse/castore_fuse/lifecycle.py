@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from castore.errors import MissingDependencyError
+from castore.system.mount_table import FSTYPE
 from castore_fuse import libfuse, mountpoints
 from castore_fuse.daemon import READY, DaemonRecord
 from castore_fuse.errors import MountError
@@ -191,11 +192,7 @@ def _stop(process: subprocess.Popen[bytes], mountpoint: Path) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT)
     found = mountpoints.mount_at(mountpoint)
-    if (
-        found is not None
-        and found.fstype == mountpoints.FSTYPE
-        and mountpoints.is_dead(mountpoint, orphaned=True)
-    ):
+    if found is not None and found.fstype == FSTYPE and mountpoints.is_dead(mountpoint, orphaned=True):
         mountpoints.detach(mountpoint, dead=True)
     process.wait()
 
@@ -254,7 +251,7 @@ def prepare_mountpoint(
         raise MountError(f"the mountpoint {path} and the store {home} must lie apart; choose another folder")
     _clear_dead(path, record_path)
     found = mountpoints.mount_at(path)
-    if found is not None and found.fstype == mountpoints.FSTYPE:
+    if found is not None and found.fstype == FSTYPE:
         raise MountError(
             f"{found.source} is mounted at {path} already; run `castore "
             f"umount {shlex.quote(os.fspath(path))}` first"
@@ -277,7 +274,7 @@ def _clear_dead(path: Path, record_path: Path | None) -> None:
     found = mountpoints.mount_at(path)
     if found is None or not _is_dead(path, record_path):
         return
-    if found.fstype != mountpoints.FSTYPE:
+    if found.fstype != FSTYPE:
         raise MountError(
             f"a dead {found.fstype} mount of {found.source} is at {path}; "
             "unmount it with the tool that made it"
@@ -308,7 +305,7 @@ def umount(mountpoint: str | os.PathLike[str], *, record_path: Path | None = Non
     found = mountpoints.mount_at(path)
     if found is None:
         raise MountError(f"nothing is mounted at {path}")
-    if found.fstype != mountpoints.FSTYPE:
+    if found.fstype != FSTYPE:
         raise MountError(
             f"the mount at {path} is of type {found.fstype}, not a castore;"
             " unmount it with the tool that made it"

@@ -21,9 +21,6 @@ from typing import NamedTuple
 from castore.system.mount_table import MountInfo, mounts
 from castore_fuse.errors import BusyError, MountError
 
-FSTYPE = "fuse.castore"
-"""The file system type of our mounts, in /proc/mounts and for `mount -t`."""
-
 _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
 # Seconds after which a mount counts as hung.
 _HUNG_SECONDS = 5.0

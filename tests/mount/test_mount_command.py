@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.system.mount_table import mounts
 from castore_fuse import mountpoints
 from tests.mount.conftest import until
 
@@ -82,7 +83,7 @@ def test_fstab_line_is_mounted_once(installed: None, store: Store, mountpoint: P
         ran = run("mount", "--fstab", fstab, "-a")
         assert (ran.returncode, ran.stderr) == (0, "")
         assert (mountpoint / "x").read_bytes() == b"x"
-    assert len([mount for mount in mountpoints.mounts() if mount.mountpoint == mountpoint]) == 1
+    assert len([mount for mount in mounts() if mount.mountpoint == mountpoint]) == 1
     assert run("umount", mountpoint).returncode == 0
     until(lambda: gone(mountpoint, store))
 

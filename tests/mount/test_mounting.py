@@ -19,6 +19,7 @@ import castore_fuse
 from castore import Store
 from castore.errors import InvalidNameError, InvalidValueError
 from castore.objects.codecs import FRAME_SIZE
+from castore.system.mount_table import mounts
 from castore_fuse import BusyError, MountError, mountpoints
 from castore_fuse.daemon import DaemonRecord
 from tests.helpers import mixed, noise, text
@@ -68,7 +69,7 @@ def test_killed_daemon_needs_no_manual_step(background: Path, store: Store) -> N
             assert castore_fuse.mount(store, background) == background
             assert (background / "a/b").read_bytes() == b"content"
             assert daemon(store).pid != first.pid
-        assert len([mount for mount in mountpoints.mounts() if mount.mountpoint == background]) == 1
+        assert len([mount for mount in mounts() if mount.mountpoint == background]) == 1
         forget_pages(held.fileno())
         with pytest.raises(OSError) as caught:  # noqa: PT011
             held.read()
@@ -137,7 +138,7 @@ def test_mountpoint_and_store_must_lie_apart(store: Store, tmp_path: Path) -> No
         with pytest.raises(MountError, match="must lie apart"):
             castore_fuse.mount(store, overlap)
     assert not (store.path / "new").exists()
-    assert not any(mount.mountpoint.is_relative_to(tmp_path) for mount in mountpoints.mounts())
+    assert not any(mount.mountpoint.is_relative_to(tmp_path) for mount in mounts())
 
 
 def test_what_cannot_be_mounted_is_refused_in_a_sentence(store: Store, tmp_path: Path) -> None:

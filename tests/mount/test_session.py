@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from castore.system.mount_table import FSTYPE
 from castore_fuse import mountpoints
 from castore_fuse.lifecycle import mounted
 from tests.mount.conftest import until
@@ -212,7 +213,7 @@ def test_hostile_store_path_is_shown_whole_in_the_mount_table(mountpoint: Path) 
     with mounted(command("--source", source), mountpoint):
         found = mountpoints.mount_at(mountpoint)
         assert found is not None
-        assert (found.source, found.fstype) == (source, mountpoints.FSTYPE)
+        assert (found.source, found.fstype) == (source, FSTYPE)
         options = Path("/proc/self/mountinfo").read_text()
         line = next(line for line in options.splitlines() if os.fspath(mountpoint) in line)
         assert "allow_other" not in line.rpartition(" ")[2]

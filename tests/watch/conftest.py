@@ -131,7 +131,7 @@ def watch(folder: Path, store: Store, warm_watch: WarmPython) -> Iterator[Watch]
 
     def start(
         *words: str, settle: str = "200ms", ready: bool = True, period: str = "", root: Path = folder,
-        prefix: str = "in",
+        prefix: str = "in", store: Store = store,
     ) -> Watching:  # fmt: skip
         """`period`: a statement that shortens one of the watcher's periods, so that no test sits it out."""
         command = castore(store.path, "watch", root, "--as", prefix, "--json", "--settle", settle, *words)

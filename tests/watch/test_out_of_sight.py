@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import castore_fuse
 from castore import Store
 from castore.names import LINKS
 from castore.watch.link_registry import path_of
 from tests.mount.conftest import until
-from tests.watch.conftest import ENVIRONMENT, Watch, make_file
+from tests.watch.conftest import ENVIRONMENT, Watch, make_file, run
 
 SOON = "from castore.watch import link_census; link_census._LOOK_SECONDS = 0.3"
 DATA = b"bytes" * 1000
@@ -116,6 +117,86 @@ def test_links_that_went_with_their_folder_to_another_disk_are_looked_after_ther
     assert watching.end() == 0
     assert watching.told("hidden") == []
     assert (folder / "b").read_bytes() == b"b" * 100
+
+
+def test_links_on_another_file_system_in_the_folder_keep_their_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    inner = folder / "inner"
+    inner.mkdir()
+    with covered(inner):
+        path = make_file(folder, "a", DATA)
+        make_file(folder, "inner/other", b"what is on another file system is not added")
+        watching = watch("--replace", period=SOON)
+        watching.until("replaced", "in/a")
+        shutil.move(path, inner / "a")
+        until(lambda: held(store) == {str(inner / "a")})
+        (inner / "a").rename(inner / "b")
+        until(lambda: held(store) == {str(inner / "b")})
+        assert watching.end() == 0
+        assert watch("--replace").end() == 0
+        assert [entry.name for entry in store.entries()] == ["in/a"]
+        store.gc(max_size=0, grace=0)
+        assert (inner / "b").read_bytes() == DATA
+        (inner / "b").unlink()
+        watching = watch("--replace", period=SOON)
+        until(lambda: held(store) == set())
+        assert watching.end() == 0
+
+
+def test_a_watcher_that_starts_holds_again_what_was_let_go_of(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = make_file(folder, "a", DATA)
+    watch("--replace").end_after("replaced")
+    (name,) = [entry.name for entry in store.index.own_entries(LINKS)]
+    with store.index.write() as txn:
+        txn.delete_entry(name)
+    until(lambda: not path.exists())
+    assert watch("--replace").end() == 0
+    until(path.exists)
+    assert path.read_bytes() == DATA
+
+
+def test_restore_tells_of_links_whose_bytes_are_gone(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    for name in "ab":
+        make_file(folder, name, name.encode() * 100)
+    watching = watch("--replace")
+    watching.until("replaced", "in/a")
+    watching.until("replaced", "in/b")
+    assert watching.end() == 0
+    assert run(store.path, "rm", "in/a").returncode == 0
+    store.gc(grace=0)
+    told = watch("--replace").end_after("failed")
+    assert told == 0
+    restored = run(store.path, "watch", folder, "--as", "in", "--restore")
+    assert restored.returncode == 1
+    assert restored.stderr == (
+        f"castore: {folder}/a: the link leads to nothing, and {store.path} does not have its bytes\n"
+    )
+    assert (folder / "a").is_symlink()
+    assert (folder / "b").read_bytes() == b"b" * 100
+
+
+def test_links_into_the_live_mount_of_another_store_are_that_stores(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
+) -> None:
+    path = make_file(folder, "a", DATA)
+    watch("--replace").end_after("replaced")
+    before = path.readlink()
+    with Store(tmp_path / "second") as second:
+        second.put("in/a", DATA)
+        with castore_fuse.mounted(second, tmp_path / "second-mount"):
+            watching = watch("--replace", store=second)
+            make_file(folder, "b", DATA)
+            watching.until("replaced", "in/b")
+            assert watching.end() == 0
+            assert (path.readlink(), held(second)) == (before, {str(folder / "b")})
+            refused = run(second.path, "watch", tmp_path / "second-mount" / "in", "--as", "x")
+            assert (refused.returncode, refused.stdout) == (2, "")
+            assert "is a mount of the store itself; watch another folder" in refused.stderr
 
 
 LOOK = """

@@ -24,7 +24,7 @@ from castore.watch import entry_sources, link_registry, replace
 from castore.watch.adder import Adder
 from castore.watch.file_lease import FileBusyError, Snapshot
 from castore.watch.find_mount import find_mount
-from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, Root, WatchedFolder
+from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 from castore.watch.reports import Event
 from castore.watch.restore import restore, restore_all
 from castore.watch.scanner import Scanner, Stop
@@ -137,7 +137,7 @@ def test_a_swap_is_taken_back_when_the_file_was_written_meanwhile(
             touch(path)
             replace.replace(
                 store,
-                Root.at(str(folder)),
+                WatchedFolder(str(folder), "in", str(store.path)),
                 mount,
                 [(file, entry)],
                 lambda size: None,
@@ -435,7 +435,7 @@ def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Sto
     with Snapshot(str(path)) as file:
         replace.replace(
             store,
-            Root.at(str(folder)),
+            WatchedFolder(str(folder), "in", str(store.path)),
             mount,
             [(file, put_as_watched(store, path))],
             give_up,
@@ -449,6 +449,26 @@ def test_a_link_keeps_its_pin_when_another_watcher_gives_up_meanwhile(store: Sto
 
 
 @pytest.mark.usefixtures("mountpoint")
+def test_a_copy_that_took_castores_own_attributes_along_is_replaced(
+    store: Store, folder: Path, watch: Watch
+) -> None:
+    """As `cp -aL` and `rsync -aXL` do, of a file in a mount."""
+    path = make_file(folder, "a", b"bytes" * 100)
+    os.setxattr(path, "user.castore.size", b"500")
+    watch("--replace").end_after("replaced")
+    assert path.is_symlink()
+
+
+@pytest.mark.usefixtures("mountpoint")
+def test_folders_of_version_control_are_left_alone(store: Store, folder: Path, watch: Watch) -> None:
+    make_file(folder, ".git/HEAD", b"ref: refs/heads/main\n")
+    make_file(folder, "a", b"bytes")
+    watch("--replace").end_after("replaced")
+    assert not (folder / ".git/HEAD").is_symlink()
+    assert [entry.name for entry in store.entries()] == ["in/a"]
+
+
+@pytest.mark.usefixtures("mountpoint")
 def test_a_file_that_became_a_link_while_it_was_put_keeps_the_links_record(
     store: Store, folder: Path
 ) -> None:
@@ -458,7 +478,14 @@ def test_a_file_that_became_a_link_while_it_was_put_keeps_the_links_record(
     adder.add("in/a", str(path), None)
     with Snapshot(str(path)) as file:
         entry = put_as_watched(store, path)
-        replace.replace(store, Root.at(str(folder)), mount, [(file, entry)], lambda size: None, print)
+        replace.replace(
+            store,
+            WatchedFolder(str(folder), "in", str(store.path)),
+            mount,
+            [(file, entry)],
+            lambda size: None,
+            print,
+        )
     assert path.is_symlink()
     adder.flush()
     assert failed == [str(path)]
@@ -476,7 +503,7 @@ def test_a_renamed_link_whose_old_name_is_scanned_first_keeps_its_bytes(
     with Snapshot(str(path)) as file:
         replace.replace(
             store,
-            Root.at(str(folder)),
+            WatchedFolder(str(folder), "in", str(store.path)),
             mount,
             [(file, put_as_watched(store, path))],
             lambda size: None,
