@@ -4,7 +4,10 @@ Annotations of a class always count: dataclasses, msgspec, pydantic and others m
 read. Those of functions, all docstrings, and source text with its comments count only where some of the
 code reads such texts, as a function that sends `step.__doc__` to a language model. Of the user's classes in
 an annotation, those follow by their code that have annotations of their own, and enumerations; others count
-by name, since an edit of a trainer changes nothing for a record that has a field for one.
+by name, since an edit of a trainer changes nothing for a record that has a field for one. Where some of the
+code reads annotations, it may call any class in them, and all follow by their code. So do those in a form
+such as ``Word | None`` that the code has as a value. The arguments of a generic base (``Base[Word]``) are
+like annotations.
 
 Must never: evaluate an annotation that is a text; its names are only looked up.
 """
@@ -17,7 +20,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from castore.keys.bytecode import codes
@@ -37,6 +40,11 @@ READERS: Mapping[str, frozenset[str]] = {
     "__annotations__": frozenset({ANNOTATIONS}),
     "get_annotations": frozenset({ANNOTATIONS}),
     "get_type_hints": frozenset({ANNOTATIONS}),
+    "fields": frozenset({ANNOTATIONS}),  # of dataclasses: each has its annotation
+    "__dataclass_fields__": frozenset({ANNOTATIONS}),
+    "__orig_bases__": frozenset({ANNOTATIONS}),
+    "get_original_bases": frozenset({ANNOTATIONS}),
+    "__parameters__": frozenset({ANNOTATIONS}),
     "signature": frozenset({ANNOTATIONS}),
     "getfullargspec": frozenset({ANNOTATIONS}),
     "getsource": frozenset({SOURCE}),
@@ -48,6 +56,10 @@ READERS: Mapping[str, frozenset[str]] = {
 _ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - types of old forms
 #: Types of the values that stand for types.
 TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, *_ALIASES)
+#: Attributes of a class that have the arguments of its generic bases, and its parameters.
+_GENERIC = frozenset({"__orig_bases__", "__parameters__", "__type_params__"})
+#: Mark of an encoder that encodes such an attribute.
+_ARGUMENTS = "arguments"
 _ADDRESS = re.compile("0x[0-9a-f]{4}", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 
@@ -85,8 +97,26 @@ def source_of(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 def alias(encoder: Encoder, value: Any) -> Iterator[Any]:
     """The parts of a value that stands for a type: its text, and the user's classes and values in it."""
-    yield _spelled(value)
-    yield from (encoder.part(inside) for inside in _inside(value))
+    around = encoder.marks
+    counts_little = _ARGUMENTS in around and ANNOTATIONS not in around
+    encoder.marks = around - {_ARGUMENTS}
+    try:
+        yield _spelled(value)
+        for inside in _inside(value, _is_record if counts_little else _is_users_class):
+            yield encoder.part(inside)
+    finally:
+        encoder.marks = around
+
+
+def attribute(encoder: Encoder, name: str, value: Any) -> bytes:
+    """The encoding of an attribute of a user's class: arguments of a generic base are like annotations."""
+    around = encoder.marks
+    if name in _GENERIC:
+        encoder.marks = around | {_ARGUMENTS}
+    try:
+        return encoder.part(value, f".{name}")
+    finally:
+        encoder.marks = around
 
 
 def new_type(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -111,22 +141,25 @@ def _own(value: Any) -> Mapping[str, Any]:
 
 
 def _annotation(encoder: Encoder, kind: Any, scope: Mapping[str, Any]) -> Iterator[Any]:
+    follows = _is_users_class if ANNOTATIONS in encoder.marks else _is_record
     if type(kind) is str:
         yield kind
         named = [_named(name, scope) for name in _NAME.findall(kind)]
-        yield from (encoder.part(found) for found in named if _is_record(found))
+        found = [inside for one in named for inside in _inside(one, follows)]
+    elif isinstance(kind, TYPING):
+        yield _spelled(kind)
+        found = [*_inside(kind, follows)]
     elif issubclass(type(kind), type):
         yield f"{name_in_keys(kind.__module__)}.{kind.__qualname__}"
-        if _is_record(kind):
-            yield encoder.part(kind)
+        found = [*_inside(kind, follows)]
     else:
-        is_type = isinstance(kind, TYPING)
-        yield _spelled(kind) if is_type else full_name(type(kind))
-        for inside in _inside(kind) if is_type else (kind,):
-            try:
-                yield encoder.part(inside)
-            except UnencodableError:
-                yield _described(inside)
+        yield full_name(type(kind))
+        found = [kind]
+    for inside in found:
+        try:
+            yield encoder.part(inside)
+        except UnencodableError:
+            yield _described(inside)
 
 
 def _described(value: Any) -> list[str]:
@@ -144,26 +177,35 @@ def _named(name: str, scope: Mapping[str, Any]) -> Any:
     return found
 
 
-def _is_record(value: Any) -> bool:
+def _is_users_class(value: Any) -> bool:
     if not issubclass(type(value), type) or isinstance(value, types.GenericAlias):
         return False
-    return library_of_class(value) is None and (issubclass(value, enum.Enum) or bool(_own(value)))
+    return library_of_class(value) is None
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """The user's records and the metadata of `typing.Annotated` in a value that stands for a type."""
-    if _is_record(value):
+def _is_record(value: Any) -> bool:
+    return _is_users_class(value) and (issubclass(value, enum.Enum) or bool(_own(value)))
+
+
+def _inside(value: Any, follows: Callable[[Any], bool]) -> Iterator[Any]:
+    """The user's classes that ``follows`` is true of, and the metadata of `typing.Annotated`, in a value that
+    stands for a type.
+    """
+    if follows(value):
         yield value
     elif isinstance(value, list | tuple):  # the arguments of a Callable
         for item in value:
-            yield from _inside(item)
+            yield from _inside(item, follows)
     elif isinstance(value, typing.TypeVar):
         if bounds := [bound for bound in (value.__bound__, *value.__constraints__) if bound is not None]:
             yield [_spelled(bound) for bound in bounds]
-            yield from _inside(bounds)
+            yield from _inside(bounds, follows)
     elif isinstance(value, TYPING):
         yield from getattr(value, "__metadata__", ())
-        yield from _inside(typing.get_args(value)[: 1 if hasattr(value, "__metadata__") else None])
+        yield from _inside(typing.get_origin(value), follows)
+        yield from _inside(typing.get_args(value)[: 1 if hasattr(value, "__metadata__") else None], follows)
+    elif type(value).__name__ == "TypeAliasType" and follows is _is_users_class:
+        yield value  # may contain itself
 
 
 def _spelled(value: Any) -> str:

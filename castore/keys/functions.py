@@ -264,7 +264,7 @@ def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
         noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
     for name, value in sorted(vars(cls).items()):
         if name not in noise:
-            yield name, _value(encoder, registered(cls, value), f".{name}")
+            yield name, beside_code.attribute(encoder, name, registered(cls, value))
 
 
 def _dataclass_parts(encoder: Encoder, cls: Any, noise: set[str]) -> Iterator[Any]:

@@ -110,6 +110,36 @@ EDITS: dict[str, tuple[str, list[str]]] = {
         )
         for reader in ("f.__annotations__", "t.get_type_hints(f)", "inspect.signature(f)")
     },
+    **{
+        f"the code of a class that is called through {way}": (
+            f"X = t.TypeVar('X')\nclass A:\n    def f(self): return EDIT\n{source}", ["1", "2"]
+        )
+        for way, source in {
+            "a union": "K = A | None\ndef step(x): return t.get_args(K)[0]().f()",
+            "a list": "K = list[A]\ndef step(x): return K.__args__[0]().f()",
+            "an old form": "K = t.Dict[str, t.Optional[A]]\ndef step(x): return K",
+            "type": "K = type[A]\ndef step(x): return K",
+            "a callable": "K = t.Callable[[A], int]\ndef step(x): return K",
+            "a type variable": "Y = t.TypeVar('Y', bound=A)\ndef step(x): return Y.__bound__().f()",
+            "an attribute": "class B: kinds = list[A]\ndef step(x): return B.kinds.__args__[0]().f()",
+            "a default": "def step(x, k=list[A]): return k.__args__[0]().f()",
+            "a generic class": "class B(A, t.Generic[X]): pass\nK = B[int]\ndef step(x): return K().f()",
+            "an alias of a class of one's own": "K = t.List['int']\nL = A\ndef step(x): return L().f()",
+            "a base": (
+                "class B(t.Generic[X]): pass\nclass C(B[A]): pass\n"
+                "def step(x): return t.get_args(C.__orig_bases__[0])[0]().f()"
+            ),
+            "a hint": "class B: v: A\ndef step(x): return t.get_type_hints(B)['v']().f()",
+            "a hint that is a text": "class B: v: 't.Optional[A]'\ndef step(x): return t.get_type_hints(B)",
+            "a hint that is an alias": "K = A | None\nclass B: v: 'K'\ndef step(x): t.get_type_hints(B)",
+            "a function's hint": "def g(v: A): pass\ndef step(x): return t.get_type_hints(g)['v']().f()",
+            "a signature": "def g(v: A): pass\ndef step(x): return inspect.signature(g)",
+            "a field": (
+                "@dataclasses.dataclass\nclass B: v: list[A]\n"
+                "def step(x): return dataclasses.fields(B)[0].type.__args__[0]().f()"
+            ),
+        }.items()
+    },
 }  # fmt: skip
 
 _MODEL = "class R(pydantic.BaseModel):\n    b: int = 1\n    EDIT\ndef step(x): return R(b=x)"
@@ -179,6 +209,10 @@ SAME = [
     (
         "class T:\n    def f(self): return 1\nclass A:\n    t: T\n    u: 'T'\ndef step(x): return A",
         "class T:\n    def f(self): return 2\nclass A:\n    t: T\n    u: 'T'\ndef step(x): return A",
+    ),
+    (
+        "class T:\n    def f(self): return 1\nclass A(list[T]): pass\ndef step(x): return A",
+        "class T:\n    def f(self): return 2\nclass A(list[T]): pass\ndef step(x): return A",
     ),
     (
         "class A:\n    'doc'\n    y: int = 1\ndef step(x: int):\n    'one'\n    return A",
@@ -254,6 +288,10 @@ def test_boundaries_of_flags_and_nonmembers_count() -> None:
 def test_an_alias_by_the_type_statement_counts_by_its_value() -> None:
     source = "type K = list[EDIT]\ndef step(x): return K"
     assert fingerprint(source.replace("EDIT", "int")) != fingerprint(source.replace("EDIT", "str"))
+    source = (
+        "class A:\n    def f(self): return EDIT\ntype J = A | list[J]\nK = list[J]\ndef step(x): return K"
+    )
+    assert fingerprint(source.replace("EDIT", "1")) != fingerprint(source.replace("EDIT", "2"))
 
 
 def test_a_part_without_a_hash_in_a_module_that_is_handed_on_says_why_the_module_counts() -> None:

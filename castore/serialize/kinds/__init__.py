@@ -5,9 +5,9 @@ parts. Parts are plain values or values of other kinds. `castore.serialize.seria
 `castore.adapters.torch` each write forms in their own format, so both accept the same values.
 
 The fixed kinds need no user class: `standard_library` has the standard library's, `numeric` those of NumPy,
-torch and transformers, `images` PIL's, `arrow_tables` pyarrow's. `user_classes` has users' named tuples,
-dataclasses, enums and tensor subclasses. `kind_registry` has the types that users explain with
-`register_type`.
+torch and transformers, `images` PIL's, `arrow_tables` pyarrow's, `pandas_times` pandas'. `user_classes` has
+users' named tuples, dataclasses, enums and tensor subclasses. `kind_registry` has the types that users
+explain with `register_type`.
 
 May import: errors, what lies beside it in `serialize`, and the libraries of its kinds, once a program uses
 them.

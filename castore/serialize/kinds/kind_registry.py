@@ -17,15 +17,16 @@ from castore.serialize.kinds import images, user_classes
 from castore.serialize.kinds.arrow_tables import TABLES
 from castore.serialize.kinds.forms import Form, Kind
 from castore.serialize.kinds.numeric import NUMERIC
+from castore.serialize.kinds.pandas_times import PANDAS_TIMES
 from castore.serialize.kinds.standard_library import STANDARD
 
 T = TypeVar("T")
 
 _OWN = "registered"
-_FIXED: dict[str, Kind] = {kind.name: kind for kind in (*STANDARD, *NUMERIC, *TABLES)}
+_FIXED: dict[str, Kind] = {kind.name: kind for kind in (*STANDARD, *NUMERIC, *TABLES, *PANDAS_TIMES)}
 _KNOWN = {*_FIXED, *user_classes.KINDS, images.KIND}
 #: Kinds whose class was not imported at the last search.
-_waiting: list[Kind] = [*STANDARD, *NUMERIC, *TABLES]
+_waiting: list[Kind] = [*STANDARD, *NUMERIC, *TABLES, *PANDAS_TIMES]
 _by_class: dict[type, Kind] = {}
 #: Serializers store these as they are, without `take_apart`.
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict)
@@ -226,8 +227,6 @@ _LIBRARIES = [
     ("torch.nested._internal.nested_tensor", "NestedTensor", "unbind()"),
     ("pandas", "DataFrame", "pyarrow.Table.from_pandas(...)"),
     ("pandas", "Series", "to_numpy()"),
-    ("pandas", "Timestamp", "to_pydatetime()"),
-    ("pandas", "Timedelta", "to_pytimedelta()"),
     ("polars", "DataFrame", "to_arrow()"),
     ("polars", "Series", "to_numpy()"),
 ]

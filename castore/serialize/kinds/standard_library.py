@@ -84,7 +84,12 @@ def _make_namespace(parts: Any) -> Any:
 # --- times --------------------------------------------------------------------------------------------------
 
 
-def _zone(value: dt.datetime | dt.time) -> dt.tzinfo | None:
+def zone_of(value: dt.datetime | dt.time) -> dt.tzinfo | None:
+    """The time zone of a moment.
+
+    Raises:
+        MisfitError: castore does not know zones of that library.
+    """
     zone = value.tzinfo
     if zone is None or type(zone) is dt.timezone or type(zone).__module__.partition(".")[0] == "zoneinfo":
         return zone
@@ -95,7 +100,7 @@ def _zone(value: dt.datetime | dt.time) -> dt.tzinfo | None:
 
 
 def _take_datetime(value: dt.datetime) -> Any:
-    return [[value.year, value.month, value.day, *_clock(value)], _zone(value)]
+    return [[value.year, value.month, value.day, *_clock(value)], zone_of(value)]
 
 
 def _clock(value: dt.datetime | dt.time) -> list[int]:
@@ -109,7 +114,7 @@ def _make_datetime(parts: Any) -> Any:
 
 
 def _take_time(value: dt.time) -> Any:
-    return [_clock(value), _zone(value)]
+    return [_clock(value), zone_of(value)]
 
 
 def _make_time(parts: Any) -> dt.time:

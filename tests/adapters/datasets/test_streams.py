@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image, ImageOps
 
@@ -593,6 +594,67 @@ def test_a_function_that_is_not_rowwise_is_an_error_with_the_values(store: Store
     given = {"batched": True, "rowwise": True, "remove_columns": from_arrow().column_names}
     with pytest.raises(InvalidValueError, match="groups is said to be row-wise"):
         list(cached_map(from_arrow(), stream_cases.groups, store=store, **given))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")  # of `datasets`
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_nested_values_of_a_rowwise_function_are_compared_part_by_part(
+    store: Store, form: str | None
+) -> None:
+    """Regression: arrays inside did not tell whether they are equal, and the error was NumPy's or torch's."""
+    ragged = datasets.Dataset.from_dict({"lists": [[[1, 2], [3]], [[4], []], [[5, 6], [7, 8]]]})
+
+    def hands_on(samples: dict[str, Any]) -> dict[str, Any]:
+        return {"same": samples["lists"]}
+
+    def reverses(samples: dict[str, Any]) -> dict[str, Any]:
+        return {"same": list(samples["lists"])[::-1]}
+
+    rows = ragged.to_iterable_dataset().with_format(form)
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True}
+    assert len(list(cached_map(rows, hands_on, **given))) == 3
+    with pytest.raises(InvalidValueError, match="reverses is said to be row-wise"):
+        list(cached_map(rows, reverses, **given))
+
+
+def test_images_of_a_rowwise_function_are_compared_by_their_contents(store: Store, tmp_path: Path) -> None:
+    """Regression: an image that was handed on has its file in one of the two, and they counted as others."""
+    paths = [str(tmp_path / f"{n}.png") for n in range(5)]
+    for n, path in enumerate(paths):
+        Image.new("RGB", (4, 5), (n, n, n)).save(path)
+    images = datasets.Dataset.from_dict({"image": paths}).cast_column("image", datasets.Image())
+    given: dict[str, Any] = {"store": store, "batched": True, "rowwise": True}
+
+    def hands_on(samples: dict[str, Any]) -> dict[str, Any]:
+        return {"same": samples["image"]}
+
+    def reverses(samples: dict[str, Any]) -> dict[str, Any]:
+        return {"same": samples["image"][::-1]}
+
+    found = list(cached_map(images.to_iterable_dataset(), hands_on, **given))
+    assert [row["same"].getpixel((0, 0))[0] for row in found] == [0, 1, 2, 3, 4]
+    with pytest.raises(InvalidValueError, match="reverses is said to be row-wise"):
+        list(cached_map(images.to_iterable_dataset(), reverses, **given))
+
+
+def test_times_to_the_nanosecond_are_kept(store: Store) -> None:
+    """`datasets` gives them as pandas' objects."""
+    times = pa.array([1, None, 2**60], pa.timestamp("ns", tz="Europe/Berlin"))
+    table = pa.table({"time": times, "span": pa.array([1, 2, None], pa.duration("ns"))})
+    rows = datasets.Dataset(table).to_iterable_dataset()
+
+    def hands_on(sample: dict[str, Any]) -> dict[str, Any]:
+        log.info("ran")
+        return {"later": sample["time"], "spans": [sample["span"]]}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = list(cached_map(rows, hands_on, store=store))
+        assert ran() == 3
+        again = list(cached_map(rows, hands_on, store=store))
+    assert ran() == 0
+    assert again == first == list(rows.map(hands_on))
+    assert {type(row["later"]).__name__ for row in again} == {"Timestamp", "NoneType"}
 
 
 def test_a_function_that_leaves_a_row_out_and_gives_another_twice_is_an_error(store: Store) -> None:

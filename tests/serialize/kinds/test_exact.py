@@ -121,6 +121,25 @@ def test_bytes_come_back_as_what_they_were(value: Any) -> None:
     returns(value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        pandas.Timestamp(1), pandas.Timestamp("1200-01-01"), pandas.Timestamp(5, unit="s", tz="UTC"),
+        *(pandas.Timestamp("2024-10-27 02:30").tz_localize("Europe/Berlin", ambiguous=first)
+          for first in (True, False)),
+        pandas.Timedelta(7), pandas.Timedelta("3D").as_unit("s"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_times_of_pandas_come_back_with_unit_zone_and_fold(value: Any) -> None:
+    for way, through in WAYS.items():
+        back = through(value)
+        assert (type(back), back, back.unit) == (type(value), value, value.unit), way
+        assert getattr(back, "fold", 0) == getattr(value, "fold", 0), way
+        assert getattr(back, "tzinfo", None) == getattr(value, "tzinfo", None), way
+    assert saved([pandas.NaT]) == [pandas.NaT]
+
+
 def grads() -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's warning that compressed layouts are new
@@ -247,7 +266,6 @@ with warnings.catch_warnings():
         (torch.nn.Linear(1, 1), "state_dict()",
         lambda value: {name: part.detach() for name, part in value.state_dict().items()}),
         (pandas.Series([1, 2]), "to_numpy()", lambda value: value.to_numpy()),
-        (pandas.Timestamp("2024-01-02"), "to_pydatetime()", lambda value: value.to_pydatetime()),
         (io.BytesIO(b"x"), "getvalue()", lambda value: value.getvalue()),
         (array.array("i", [1, 2]), "list(...)", list),
         ({"a": 1}.keys(), "list(...)", list),
