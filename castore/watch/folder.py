@@ -75,6 +75,9 @@ class WatchedFolder:
         root: absolute, without links.
         prefix: checked; "" for none.
         store: the store's folder, which is left out if it lies in this one.
+
+    Attributes:
+        as_root: the folder itself, for the records of links in it.
     """
 
     def __init__(self, root: str, prefix: str, store: str) -> None:
@@ -83,7 +86,7 @@ class WatchedFolder:
         self._store = os.path.realpath(store)
         found = os.stat(root)
         self.identity = found.st_dev, found.st_ino
-        self._as_root = Root.at(root)
+        self.as_root = Root.at(root)
 
     def exists(self) -> bool:
         """Whether the folder is still the one that was there at the start."""
@@ -146,7 +149,7 @@ class WatchedFolder:
         folder = os.path.dirname(path)
         device = os.stat(folder).st_dev
         if device == self.identity[0]:
-            return self._as_root
+            return self.as_root
         while self.has(above := os.path.dirname(folder)) and os.stat(above).st_dev == device:
             folder = above
         return Root.at(folder)

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from castore import Store
 from castore.records import Entry
-from castore.system.mount_table import mounts
+from castore.system.mount_table import FSTYPE, mounts
 from castore.watch import link_registry
 from castore.watch.folder import Root, WatchedFolder
 
@@ -60,9 +60,11 @@ class LinkCensus:
             The number of links that are out of sight, whose bytes stay.
         """
         hidden, moved, sight = 0, [], _Sight()
+        # A link may have been renamed while nobody watched, and be behind any mount.
+        is_covered = sight.is_covered(self._folder.root)
         for held in link_registry.all_held(self._store, self._folder.root):
             if not link_registry.is_led(held):
-                if sight.hides(held):
+                if is_covered or sight.hides(held):
                     hidden += 1
                 else:
                     self.suspect([held.name])
@@ -124,7 +126,7 @@ class _Sight:
     """Tells at one moment which links cannot be seen at their places, though they may be there."""
 
     def __init__(self) -> None:
-        self._mountpoints = [str(mount.mountpoint) for mount in mounts()]
+        self._mountpoints = [str(mount.mountpoint) for mount in mounts() if mount.fstype != FSTYPE]
         self._there: dict[Root, bool] = {}
 
     def has_root_of(self, held: Entry) -> bool:
@@ -135,6 +137,10 @@ class _Sight:
         if root not in self._there:
             self._there[root] = root.is_there()
         return self._there[root]
+
+    def is_covered(self, folder: str) -> bool:
+        """Whether something but a store is mounted on a part of a folder."""
+        return any(mountpoint.startswith(f"{folder}/") for mountpoint in self._mountpoints)
 
     def hides(self, held: Entry) -> bool:
         """Whether the folder of a link is another one now, or something is mounted between the two."""

@@ -26,6 +26,7 @@ import json
 import os
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import blake3
@@ -285,16 +286,14 @@ def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], folder: WatchedFold
 
     Args:
         store: has the entries. Nothing is done for a link whose bytes it does not have.
-        seen: held entries, and where their links are.
+        seen: held entries, and where their links are. Nothing is done for a link that is gone by now.
         folder: the watched folder that the links are in.
-
-    Raises:
-        OSError: a link has no folder any more.
     """
     with store.index.write() as txn:
         for held, path in seen:
-            metadata = held.metadata | {"path": path, "root": folder.root_of(path)}
-            _set_entry(txn, held, metadata, held.created, pinned=True)
+            with suppress(OSError):
+                metadata = held.metadata | {"path": path, "root": folder.root_of(path)}
+                _set_entry(txn, held, metadata, held.created, pinned=True)
 
 
 def release(store: Store, held: Entry) -> bool:

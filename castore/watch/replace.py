@@ -107,7 +107,7 @@ def _bind(
         bindings.append(
             link_registry.Binding(
                 entry, source, modified, _owner(file.status), held, link_registry.target_in(mount, held),
-                mount.prefix, folder.root_of(file.path), file.status.st_ino,
+                mount.prefix, folder.as_root, file.status.st_ino,
             )
         )  # fmt: skip
     bound = []

@@ -169,6 +169,14 @@ def mountpoint(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) ->
         mountpoints.detach(path, lazy=True)
 
 
+def replace_files(watch: Watch, *names: str) -> None:
+    """Have files replaced by links, by a watcher that ends behind them."""
+    watching = watch("--replace")
+    for name in names:
+        watching.until("replaced", name)
+    assert watching.end() == 0
+
+
 def age(path: Path, seconds: float = 60.0) -> None:
     """Set a file's mtime into the past, so that the watcher takes the file for settled."""
     then = path.stat().st_mtime - seconds

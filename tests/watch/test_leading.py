@@ -14,7 +14,7 @@ from castore import Store
 from castore.repair import doctor
 from castore.system.temporary import is_running
 from castore.watch import dangling_links
-from tests.watch.conftest import Watch, make_file, run
+from tests.watch.conftest import Watch, make_file, replace_files, run
 
 
 def kill_mount(store: Store) -> None:
@@ -117,10 +117,7 @@ def test_bytes_of_links_that_are_gone_for_good_can_be_let_go_of(
 ) -> None:
     for name in "ab":
         make_file(folder, name, name.encode())
-    watching = watch("--replace")
-    watching.until("replaced", "in/a")
-    watching.until("replaced", "in/b")
-    assert watching.end() == 0
+    replace_files(watch, "in/a", "in/b")
     castore_fuse.umount(mountpoint)
     (folder / "a").unlink()
     (folder / "b").unlink()
@@ -160,10 +157,7 @@ def test_rm_and_unpin_tell_of_the_links_that_stand_for_what_they_let_go(
 ) -> None:
     for name in "abc":
         make_file(folder, name, name.encode() * 100)
-    watching = watch("--replace")
-    for name in "abc":
-        watching.until("replaced", f"in/{name}")
-    assert watching.end() == 0
+    replace_files(watch, "in/a", "in/b", "in/c")
     (folder / "c").unlink()
     (folder / "c").write_bytes(b"a tool has computed it anew")
     unpinned = run(store.path, "unpin", "in/a", "in/c")
@@ -190,10 +184,7 @@ def test_restoring_with_another_prefix_says_which_there_are(
 ) -> None:
     make_file(folder, "a", b"a")
     make_file(folder, "deep/b", b"b")
-    watching = watch("--replace")
-    watching.until("replaced", "in/a")
-    watching.until("replaced", "in/deep/b")
-    assert watching.end() == 0
+    replace_files(watch, "in/a", "in/deep/b")
     wrong = run(store.path, "watch", folder, "--as", "out", "--restore")
     assert (wrong.returncode, wrong.stdout) == (1, "")
     assert wrong.stderr == (

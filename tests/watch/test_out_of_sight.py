@@ -16,7 +16,7 @@ from castore import Store
 from castore.names import LINKS
 from castore.watch.link_registry import path_of
 from tests.mount.conftest import until
-from tests.watch.conftest import ENVIRONMENT, Watch, make_file, run
+from tests.watch.conftest import ENVIRONMENT, Watch, make_file, replace_files, run
 
 SOON = "from castore.watch import link_census; link_census._LOOK_SECONDS = 0.3"
 DATA = b"bytes" * 1000
@@ -75,23 +75,39 @@ def test_links_of_a_folder_whose_disk_is_not_mounted_keep_their_bytes(
     assert (entry.name, entry.pinned) == ("in/a", True)
 
 
+def test_a_link_that_was_renamed_into_such_a_part_while_nobody_watched_keeps_its_bytes(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = make_file(folder, "a", DATA)
+    replace_files(watch, "in/a")
+    (folder / "part").mkdir()
+    moved = path.rename(folder / "part" / "a")
+    with covered(folder / "part"):
+        make_file(folder, "other", b"other")
+        watching = watch("--replace", period=SOON)
+        watching.until("hidden")
+        until(lambda: str(folder / "other") in held(store))
+        (folder / "other").unlink()
+        until(lambda: str(folder / "other") not in held(store))  # two looks have passed
+        assert watching.end() == 0
+        store.gc(max_size=0, grace=0)
+    assert moved.read_bytes() == DATA
+
+
 @pytest.mark.parametrize("bind", [False, True])
 def test_links_in_a_part_over_which_something_is_mounted_keep_their_bytes(
     store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path, bind: bool
 ) -> None:
     path, seen = make_file(folder, "part/a", DATA), make_file(folder, "seen", DATA * 2)
-    watching = watch("--replace")
-    watching.until("replaced", "in/part/a")
-    watching.until("replaced", "in/seen")
-    assert watching.end() == 0
+    replace_files(watch, "in/part/a", "in/seen")
     (tmp_path / "empty").mkdir()
     how = ["--bind", str(tmp_path / "empty")] if bind else ["-t", "tmpfs", "tmpfs"]
     if subprocess.run(["mount", *how, path.parent]).returncode:
         pytest.skip("nothing can be mounted here")
     try:
-        seen.unlink()
         watching = watch("--replace", period=SOON)
         watching.until("hidden")
+        seen.unlink()
         until(lambda: held(store) == {str(path)})
         assert watching.end() == 0
         store.gc(max_size=0, grace=0)
@@ -105,10 +121,7 @@ def test_links_that_went_with_their_folder_to_another_disk_are_looked_after_ther
 ) -> None:
     for name in "ab":
         make_file(folder, name, name.encode() * 100)
-    watching = watch("--replace")
-    watching.until("replaced", "in/a")
-    watching.until("replaced", "in/b")
-    assert watching.end() == 0
+    replace_files(watch, "in/a", "in/b")
     folder.rename(folder.with_name("old"))
     shutil.copytree(folder.with_name("old"), folder, symlinks=True)
     watching = watch("--replace", period=SOON)
@@ -138,8 +151,8 @@ def test_links_on_another_file_system_in_the_folder_keep_their_bytes(
         assert [entry.name for entry in store.entries()] == ["in/a"]
         store.gc(max_size=0, grace=0)
         assert (inner / "b").read_bytes() == DATA
-        (inner / "b").unlink()
         watching = watch("--replace", period=SOON)
+        (inner / "b").unlink()
         until(lambda: held(store) == set())
         assert watching.end() == 0
 
@@ -163,10 +176,7 @@ def test_restore_tells_of_links_whose_bytes_are_gone(
 ) -> None:
     for name in "ab":
         make_file(folder, name, name.encode() * 100)
-    watching = watch("--replace")
-    watching.until("replaced", "in/a")
-    watching.until("replaced", "in/b")
-    assert watching.end() == 0
+    replace_files(watch, "in/a", "in/b")
     assert run(store.path, "rm", "in/a").returncode == 0
     store.gc(grace=0)
     told = watch("--replace").end_after("failed")

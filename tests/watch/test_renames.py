@@ -14,7 +14,7 @@ from castore import Store
 from castore.names import LINKS
 from castore.watch.folder import is_temporary
 from tests.mount.conftest import until
-from tests.watch.conftest import Watch, make_file, names, run
+from tests.watch.conftest import Watch, make_file, names, replace_files, run
 
 SOON = "from castore.watch import link_census; link_census._LOOK_SECONDS = 0.3"
 
@@ -343,10 +343,7 @@ def test_rm_of_an_entry_lets_go_of_its_links_bytes(
 ) -> None:
     for name in "ab":
         make_file(folder, name, name.encode() * 100)
-    watching = watch("--replace")
-    for name in "ab":
-        watching.until("replaced", f"in/{name}")
-    assert watching.end() == 0
+    replace_files(watch, "in/a", "in/b")
     assert run(store.path, "rm", "-r", "in").returncode == 0
     assert held(store) == set()
     assert store.gc(grace=0).blobs == 2
