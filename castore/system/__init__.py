@@ -3,7 +3,8 @@
 `forks` decides when this process may fork. `temporary` creates unfinished files, named so that leftovers of
 dead processes are recognised. `single_flight` computes a missing value once for all callers. `ram_cache` is a
 bounded LRU. `ballast` reserves space on the disk. `local_files` replaces files outside of stores.
-`thread_pools` starts threads that a Ctrl-C cannot cost. `mount_table` lists the mounts of the machine.
+`thread_pools` starts threads that a Ctrl-C cannot cost. `mount_table` lists the mounts of the machine,
+`birth_time` tells when a file was made.
 
 `ownership` checks that a user may use a store's files.
 

@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ class EventQueue(logging.Handler):
         handler.on_any_event = self._on_event  # type: ignore[method-assign]
         if sys.version_info < (3, 11):
             _log_dropped_events()
+        # Folders that cannot be watched all have the number -1 there.
+        warnings.filterwarnings("ignore", "Callback with id .* already exists", RuntimeWarning)
         # watchdog reports dropped events only in its log.
         logging.getLogger("watchdog").addHandler(self)
         self._observer = Observer()

@@ -12,8 +12,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
+from castore.system.birth_time import birth_time
 from castore.system.mount_table import FSTYPE, mounts
 
 #: Prefixes of this package's own temporary files.
@@ -27,6 +29,8 @@ _TEMPORARY = re.compile(
 ).fullmatch
 
 
+# The attribute of a watched folder that has its mark.
+_MARK = "user.castore.folder"
 # Folders of version control. Its programs rewrite files there in place, and read no links.
 _VERSION_CONTROL = frozenset({".git", ".hg", ".svn", ".jj", ".bzr"})
 
@@ -46,19 +50,26 @@ class Root(NamedTuple):
 
     Attributes:
         path: of the folder.
-        inode: its number.
-        filesystem: number of the file system (``f_fsid`` of statvfs). Unlike that of the device, it outlives
-            a reboot on most file systems.
+        inode: its number. Two disks have folders of one number.
+        born: when it was made, in ns; the number of the file system if that is not known.
+        mark: a random text that the folder has, so that it differs from the same folder on a copy of the disk
+            that was made before; "" if it has none.
     """
 
     path: str
     inode: int
-    filesystem: int
+    born: int
+    mark: str
 
     @classmethod
     def at(cls, path: str) -> Root:
         """The folder that is at a path now."""
-        return cls(path, os.stat(path).st_ino, os.statvfs(path).f_fsid)
+        try:
+            mark = os.getxattr(path, _MARK).decode(errors="replace")
+        except OSError:
+            mark = ""
+        inode = os.stat(path).st_ino
+        return cls(path, inode, birth_time(path) or os.statvfs(path).f_fsid, mark)
 
     def is_there(self) -> bool:
         """Whether the folder at the path is still this one."""
@@ -87,6 +98,13 @@ class WatchedFolder:
         found = os.stat(root)
         self.identity = found.st_dev, found.st_ino
         self.as_root = Root.at(root)
+
+    def mark(self) -> None:
+        """Give the folder a mark, if it has none and its file system keeps such attributes."""
+        if not self.as_root.mark:
+            with suppress(OSError):
+                os.setxattr(self.root, _MARK, os.urandom(16).hex().encode(), os.XATTR_CREATE)
+            self.as_root = Root.at(self.root)
 
     def exists(self) -> bool:
         """Whether the folder is still the one that was there at the start."""

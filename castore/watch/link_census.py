@@ -28,7 +28,7 @@ from castore.watch.folder import Root, WatchedFolder
 _LOOK_SECONDS = 2.0
 # A look may take a twentieth of the time.
 _SHARE = 20
-# Records that one transaction renews.
+# Records that are renewed at a time, while all are gone through.
 _BATCH = 1000
 
 
@@ -85,10 +85,9 @@ class LinkCensus:
         self._due = math.inf
         found, sight = self._find(), _Sight()
         missing = {name: held for name, held in found.items() if not sight.hides(held)}
-        for name, held in list(missing.items()):
-            since = self._missed[name]
-            if began - since >= _LOOK_SECONDS and link_registry.release(self._store, held):
-                del missing[name]
+        due = [held for name, held in missing.items() if began - self._missed[name] >= _LOOK_SECONDS]
+        for name in link_registry.release(self._store, due) if due else ():
+            del missing[name]
         self._missed = {name: min(self._missed[name], began) for name in missing}
         if self._missed:
             took = time.monotonic() - began
@@ -97,8 +96,7 @@ class LinkCensus:
     def release_now(self, names: Iterable[str]) -> None:
         """Let go of those of some held entries to which no link leads. Nobody else renames links now."""
         self._missed = dict.fromkeys(names, 0.0)
-        for held in self._find().values():
-            link_registry.release(self._store, held)
+        link_registry.release(self._store, [*self._find().values()])
         self._missed = {}
 
     def _find(self) -> dict[str, Entry]:
@@ -108,6 +106,7 @@ class LinkCensus:
         found = ((name, link_registry.held_entry(self._store, name)) for name in self._missed)
         missing = {name: held for name, held in found if held is not None and not link_registry.is_led(held)}
         unknown: list[OSError] = []
+        moved: list[tuple[Entry, str]] = []
         for path in self._folder.links(unknown.append) if missing else ():
             try:
                 name = link_registry.held_of(os.readlink(path))
@@ -118,7 +117,9 @@ class LinkCensus:
                     unknown.append(error)
                 continue
             if name in missing:
-                link_registry.hold_at(self._store, [(missing.pop(name), path)], self._folder)
+                moved.append((missing.pop(name), path))
+        if moved:
+            link_registry.hold_at(self._store, moved, self._folder)
         return {} if unknown else missing
 
 

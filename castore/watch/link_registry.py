@@ -81,7 +81,7 @@ def inode_of(held: Entry) -> int | None:
 def root_of(held: Entry) -> Root | None:
     """The watched folder in which the link of a held entry was last seen; None if that is not known."""
     recorded = held.metadata.get("root")
-    if not isinstance(recorded, list) or list(map(type, recorded)) != [str, int, int]:
+    if not isinstance(recorded, list) or list(map(type, recorded)) != [str, int, int, str]:
         return None
     return Root(*recorded)
 
@@ -296,26 +296,45 @@ def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], folder: WatchedFold
                 _set_entry(txn, held, metadata, held.created, pinned=True)
 
 
-def release(store: Store, held: Entry) -> bool:
-    """Let go of a held entry, unless its link is there (again). Returns whether it was let go."""
+def release(store: Store, suspects: Sequence[Entry]) -> set[str]:
+    """Let go of held entries, unless a link is there (again).
+
+    Args:
+        store: has the entries.
+        suspects: held entries. One to which the record of another entry leads stays: that entry is of another
+            watched folder, whose watcher looks for the link in its turn.
+
+    Returns:
+        The names of those that need no further look.
+    """
+    bound = {held_of(target_of(entry) or "") for entry in store.entries_with_key("link")}
+    free = [held for held in suspects if held.name not in bound]
+    return {held.name for held in suspects} - {held.name for held in free} | _delete(store, free)
+
+
+def _delete(store: Store, suspects: Sequence[Entry]) -> set[str]:
+    """Delete held entries whose links are not where they were last seen; returns the names of these."""
     with store.index.write() as txn:
-        digest = bytes.fromhex(held.digest)
-        return not is_led(held) and txn.delete_unchanged(held.name, digest, held.metadata)
+        return {
+            held.name
+            for held in suspects
+            if not is_led(held) and txn.delete_unchanged(held.name, bytes.fromhex(held.digest), held.metadata)
+        }
 
 
 def forget_lost(store: Store) -> list[Entry]:
     """Let go of all held entries whose links are not where they were last seen; returns these. Entries that
     are named after the files stay, without the pins of links.
     """
-    lost = [held for held in store.index.own_entries(LINKS) if not is_led(held) and release(store, held)]
-    names = {held.name for held in lost}
+    suspects = [held for held in store.index.own_entries(LINKS) if not is_led(held)]
+    names = _delete(store, suspects)
     bound = [
         entry
         for entry in (store.entries_with_key("link") if names else ())
         if held_of(target_of(entry) or "") in names
     ]
     unbind_links(store, bound)
-    return lost
+    return [held for held in suspects if held.name in names]
 
 
 class LinkRemover:

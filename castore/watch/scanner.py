@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 
 from castore.errors import CastoreError, FullError, NameConflictError, StoreError
+from castore.names import check_name
 from castore.records import Entry, Mount
 from castore.watch import link_registry, replace
 from castore.watch.adder import Added, Adder, is_current
@@ -26,7 +27,7 @@ from castore.watch.task import Task
 
 #: Least seconds until a file that somebody writes to is scanned again, if the settling time is less.
 _BUSY_SECONDS = 0.1
-#: Files that are replaced at a time; each is open meanwhile.
+#: Files that are replaced at a time, each open meanwhile, and links that are recorded in one transaction.
 _BATCH_FILES = 100
 
 
@@ -78,6 +79,8 @@ class Scanner:
         self._progressed = 0
         self._conflicts: list[str] | None = []
         self._to_replace: list[tuple[str, Entry]] = []
+        # Links whose records are not written yet: path, target, the entry of that name before, the record.
+        self._to_bind: list[tuple[str, str, Entry | None, link_registry.Binding]] = []
         # Files whose bytes have changed though size and mtime have not.
         self._to_put: list[tuple[str, Entry]] = []
         self.touched: set[str] = set()
@@ -85,6 +88,8 @@ class Scanner:
         self.parked: dict[str, str] = {}
         self.waits_for_mount = False
         replaces = self._options.replace
+        if replaces:
+            self._folder.mark()
         self._mount: Mount | None = find_mount(self._store, self._folder.prefix) if replaces else None
         self._adder = Adder(self._store, self._options.codec, self._on_added, self._on_failed, self._on_piece)
 
@@ -125,10 +130,7 @@ class Scanner:
         except (FullError, StoreError):
             raise
         except (CastoreError, OSError, FileBusyError) as error:
-            if self._is_gone(path):
-                self._schedule(path, 0)  # removed during the scan
-            else:
-                self._on_failed(path, error)
+            self._on_error(path, error)
 
     def _scan_file(self, path: str, found: os.stat_result) -> None:
         name = self._folder.name(path)
@@ -239,6 +241,9 @@ class Scanner:
         that it leads into must be there.
         """
         modified = link_registry.modified_of(held.name)
+        if any(binding.held == held.name for *_, binding in self._to_bind):  # another link to the same bytes
+            self._bind()
+            held = link_registry.held_entry(self._store, held.name) or held
         if link_registry.path_of(held) != path and link_registry.is_led(held):  # a link that was copied
             held = held._replace(name=link_registry.held_name(held.digest, modified, path))
         wanted = self._target(link, held)
@@ -257,17 +262,43 @@ class Scanner:
         )
         # Record the target before the link is redirected: a link leads to these bytes either way.
         binding = link_registry.Binding(
-            held._replace(name=name, metadata={}), source, modified, link_registry.owner_of(held), held.name,
-            wanted, prefix, self._folder.root_of(path),
+            held._replace(name=check_name(name), metadata={}), source, modified, link_registry.owner_of(held),
+            held.name, wanted, prefix, self._folder.root_of(path),
         )  # fmt: skip
-        if link_registry.bind_links(self._store, [binding]) == [None]:
-            raise CastoreError(
-                f"the bytes of {name!r} are not in the store any more; the link leads to nothing"
-            )
-        self._note_let_go(before)
-        if link != wanted:
-            replace.relink(path, link, wanted)
-        self._report(Event("relinked", path, name, held.size))
+        self._to_bind.append((path, link, before, binding))
+        if len(self._to_bind) >= _BATCH_FILES:
+            self._bind()
+
+    def _bind(self) -> None:
+        """Record the links that were scanned, and redirect those that lead elsewhere."""
+        found, self._to_bind = self._to_bind, []
+        if not found:
+            return
+        try:
+            bound = link_registry.bind_links(self._store, [binding for *_, binding in found])
+        except (FullError, StoreError):
+            raise
+        except CastoreError as error:
+            if len(found) == 1:
+                self._on_error(found[0][0], error)
+                return
+            for one in found:  # only one of them is at fault
+                self._to_bind = [one]
+                self._bind()
+            return
+        for (path, link, before, binding), entry in zip(found, bound, strict=True):
+            try:
+                if entry is None:
+                    name = binding.entry.name
+                    raise CastoreError(
+                        f"the bytes of {name!r} are not in the store any more; the link leads to nothing"
+                    )
+                self._note_let_go(before)
+                if link != binding.link:
+                    replace.relink(path, link, binding.link)
+                self._report(Event("relinked", path, entry.name, entry.size))
+            except (CastoreError, OSError, FileBusyError) as error:
+                self._on_error(path, error)
 
     def _note_let_go(self, entry: Entry | None) -> None:
         """Have the link looked for that stood for the file of an entry until now."""
@@ -278,6 +309,7 @@ class Scanner:
 
     def flush(self) -> None:
         """Name the entries of all files that were scanned, and replace those files by links if wanted."""
+        self._bind()
         self._adder.flush()
         self._replace()
 
@@ -413,6 +445,12 @@ class Scanner:
             return True
         except OSError:
             return False
+
+    def _on_error(self, path: str, error: Exception) -> None:
+        if self._is_gone(path):
+            self._schedule(path, 0)  # removed during the scan
+        else:
+            self._on_failed(path, error)
 
     def _on_failed(self, path: str, error: Exception) -> None:
         if isinstance(error, FileBusyError):

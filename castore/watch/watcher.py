@@ -148,9 +148,10 @@ class Watcher:
         before, self._hidden = self._hidden, count
         if count and count != before:
             reason = (
-                f"links out of sight: {count:,}. {self._folder.root} is not the folder in which they were"
-                " made, or something is mounted on a part of it. Their bytes stay. Mount the disk that they"
-                " are on; if they are gone for good, `castore doctor --forget-links` lets go of their bytes"
+                f"links out of sight: {count:,}. Either {self._folder.root} is another folder than the one"
+                " they were made in, or something is mounted in it, or no longer mounted. Their bytes stay."
+                " Mount the disk that they are on; if they are gone for good, `castore doctor --forget-links`"
+                " lets go of their bytes"
             )
             self._report(Event("hidden", path=self._folder.root, reason=reason))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import math
 import os
 import stat
 import time
@@ -113,7 +114,7 @@ class Operations(LowLevel):
         else:
             mode, size, modified, links = stat.S_IFREG | 0o444, item.size, item.modified, 1
         # In integers: a product of floats is up to 128 ns off, and loaders compare times for equality.
-        nanoseconds = int(modified) * 10**9 + round(modified % 1 * 1e9)
+        nanoseconds = math.floor(modified) * 10**9 + round(modified % 1 * 1e9)
         return Attr(item.inode, mode, size, nanoseconds, self._uid, self._gid, links)
 
     def forget(self, node: int, count: int) -> None:
