@@ -1,13 +1,13 @@
 """Annotations, docstrings and source text: texts beside the code, and where they count.
 
 Annotations of a class always count: dataclasses, msgspec, pydantic and others make of them how a value is
-read. Those of functions, all docstrings, and source text with its comments count only where some of the
-code reads such texts, as a function that sends `step.__doc__` to a language model. Of the user's classes in
-an annotation, those follow by their code that have annotations of their own, and enumerations; others count
-by name, since an edit of a trainer changes nothing for a record that has a field for one. Where some of the
-code reads annotations, it may call any class in them, and all follow by their code. So do those in a form
-such as ``Word | None`` that the code has as a value. The arguments of a generic base (``Base[Word]``) are
-like annotations.
+read. Those of functions, all docstrings, and source text with its comments count only where some of the code
+reads such texts, as a function that sends `step.__doc__` to a language model. Of the user's classes in an
+annotation, those follow by their code that have annotations of their own or hooks of pydantic, and
+enumerations; others count by name, since an edit of a trainer changes nothing for a record that has a field
+for one. Where some of the code reads annotations, it may call any class in them, and all follow by their
+code. So do those in a form such as ``Word | None`` that the code has as a value. The arguments of a generic
+base (``Base[Word]``) are like annotations.
 
 Must never: evaluate an annotation that is a text; its names are only looked up.
 """
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from castore.keys.bytecode import codes
-from castore.keys.classes import full_name
+from castore.keys.classes import full_name, has_member
 from castore.keys.encoder import Encoder, UnencodableError
 from castore.keys.libraries import library_of_class
 from castore.keys.moved import name_in_keys
@@ -50,6 +50,9 @@ READERS: Mapping[str, frozenset[str]] = {
     "getsource": frozenset({SOURCE}),
     "getsourcelines": frozenset({SOURCE}),
     "getcomments": frozenset({SOURCE}),
+    "validate_call": frozenset({ANNOTATIONS}),  # of pydantic, as the next one
+    "TypeAdapter": frozenset({ANNOTATIONS}),
+    "render_doc": frozenset({ANNOTATIONS, DOCSTRINGS}),
     "get_json_schema": frozenset({ANNOTATIONS, DOCSTRINGS}),
     "apply_chat_template": frozenset({ANNOTATIONS, DOCSTRINGS}),
 }
@@ -60,6 +63,8 @@ TYPING = (types.GenericAlias, types.UnionType, typing.TypeVar, *_ALIASES)
 _GENERIC = frozenset({"__orig_bases__", "__parameters__", "__type_params__"})
 #: Mark of an encoder that encodes such an attribute.
 _ARGUMENTS = "arguments"
+#: Methods of a class by which pydantic reads values of a field.
+_PYDANTIC_HOOKS = ("__get_pydantic_core_schema__", "__get_pydantic_json_schema__", "__get_validators__")
 _ADDRESS = re.compile("0x[0-9a-f]{4}", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 
@@ -184,7 +189,10 @@ def _is_users_class(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    return _is_users_class(value) and (issubclass(value, enum.Enum) or bool(_own(value)))
+    if not _is_users_class(value):
+        return False
+    reads_itself = any(has_member(value, name) for name in _PYDANTIC_HOOKS)
+    return reads_itself or issubclass(value, enum.Enum) or bool(_own(value))
 
 
 def _inside(value: Any, follows: Callable[[Any], bool]) -> Iterator[Any]:

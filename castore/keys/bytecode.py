@@ -210,7 +210,9 @@ def _loads(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...], st
             attributes += [rows[after][1]] if rows[after][0] not in _COPIES else []
             after += 1
         ending, argument = rows[after]
-        if ending in _STORES and argument != name:
+        if "__dict__" in attributes:  # any of its names may be looked up there
+            yield kind, name, tuple(attributes[: attributes.index("__dict__")]), None
+        elif ending in _STORES and argument != name:
             yield kind, name, tuple(attributes), argument
         elif not ending.startswith(_ENDS) and ending not in _STORES:
             yield kind, name, tuple(attributes), None

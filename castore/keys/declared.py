@@ -1,7 +1,8 @@
 """Classes whose library keeps outside their bodies, or beside compiled forms, what the bodies declare.
 
 The compiled form of a pydantic model has addresses in it, and follows from fields, validators and settings.
-A struct of msgspec has its defaults and options in its metaclass. Must never: import a library.
+A struct of msgspec has its defaults and options in its metaclass. attrs puts a number of the process into the
+hash function that it writes. Must never: import a library.
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ def declared(encoder: Encoder, cls: Any, noise: set[str]) -> Iterator[Any]:
         derived = {name for name in vars(cls) if name.startswith(_PYDANTIC)} | {"__signature__"}
         noise |= derived - _KEPT_OF_PYDANTIC
         yield from _of_pydantic(encoder, cls)
+    if "__attrs_attrs__" in vars(cls) and _is_of_attrs(vars(cls).get("__hash__")):
+        noise.add("__hash__")  # it has a number that differs in each process; the attributes determine it
+        yield "hash", "of attrs"
     msgspec = sys.modules.get("msgspec")
     if msgspec is not None and issubclass(type(cls), type(msgspec.Struct)):
         yield from _of_msgspec(encoder, cls, msgspec)
+
+
+def _is_of_attrs(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and code.co_filename.startswith("<attrs generated")
 
 
 def _of_pydantic(encoder: Encoder, cls: Any) -> Iterator[Any]:

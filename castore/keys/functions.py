@@ -54,7 +54,7 @@ from castore.keys.torch_modules import EVAL, calls_eval
 _CLASS_NOISE = {
     *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
     "__module__", "__weakref__", "_abc_impl", "__abstractmethods__", "__dataclass_fields__",
-    "__dataclass_params__",
+    "__dataclass_params__", "__msgspec_cache__",
 }  # fmt: skip
 # Names that namedtuple writes; the fields describe the class fully.
 _TUPLE_NOISE = {
@@ -380,8 +380,17 @@ def _content(
     names = frozenset(name for inner in inside for name in inner.co_names)
     reads = {read for inner in inside for read in outer_reads(inner)}
     read = {argument for inner in inside for opname, argument in steps(inner) if opname in _READS}
+    read |= {text for inner in inside for text in _dunder_texts(inner)}
     texts = frozenset[str]().union(*(kinds for name, kinds in beside_code.READERS.items() if name in read))
     return Encoder(CONFIGS).part(rows), names, sorted(reads), texts
+
+
+def _dunder_texts(code: types.CodeType) -> Iterator[str]:
+    """Texts such as ``"__doc__"`` in code, which `getattr` and others read attributes by."""
+    for constant in code.co_consts:
+        for text in constant if isinstance(constant, tuple) else (constant,):
+            if isinstance(text, str) and _is_magic(text):
+                yield text
 
 
 def _modules_of(statement: Import, scope: dict[str, Any]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from castore.keys.moved import name_in_keys
 
 # Python's flag of types that are made while a program runs.
 _ON_HEAP = 1 << 9
+_PACKAGE = __name__.partition(".")[0]
 
 
 def library_of(module: Any) -> str | None:
@@ -66,7 +67,7 @@ def _is_users_code(item: object) -> bool:
 @functools.cache
 def _find_library(module: str) -> str | None:
     top = module.partition(".")[0]
-    if top == __name__.partition(".")[0]:
+    if top == _PACKAGE:
         return f"{name_in_keys(module)} of {_distribution(top)}"
     try:
         spec = importlib.util.find_spec(top)
@@ -74,6 +75,7 @@ def _find_library(module: str) -> str | None:
         return None  # __main__, and modules that were created by hand
     # Lazy modules (transformers) have path objects in place of strings.
     places = [*map(str, spec.submodule_search_locations or []), spec.origin or ""] if spec else []
+    places = _places_of(module, places)
     paths = sysconfig.get_paths()
     # By location, not by name: a user's statistics.py is not the standard library's. The standard library's
     # folder may contain site-packages, so site-packages come first.
@@ -88,6 +90,27 @@ def _find_library(module: str) -> str | None:
         return f"{module} of Python {sys.version_info.major}.{sys.version_info.minor}"
     beside = next(filter(None, (_beside(place, top) for place in places)), None)
     return f"{module} of {beside}" if beside else None
+
+
+def _places_of(module: str, places: list[str]) -> list[str]:
+    """Those places of a top-level package that have a module of it.
+
+    Several distributions and a user's folder may share the name of a package, and a package may add folders
+    to its path. A module may be loaded from a file elsewhere.
+    """
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not isinstance(file, str) or not os.path.isabs(file):
+        if len(places) <= 2:  # a folder, and the file in it: not a name that is shared
+            return places
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            return places
+        file = (spec.origin or next(iter(spec.submodule_search_locations or []), "")) if spec else ""
+        if not file:
+            return places
+    folders = {os.path.dirname(place) if place.endswith("/__init__.py") else place for place in places}
+    return [place for place in folders if file == place or file.startswith(f"{place}/")] or [file]
 
 
 def _beside(place: str, top: str) -> str | None:
@@ -116,16 +139,26 @@ def _names_in(folder: str) -> list[str]:
 
 
 def _distribution(top: str) -> str:
-    """Name and version of the distribution that holds a top-level package; "" if none does."""
+    """Name and version of the distribution that holds a top-level package; "" if none does, or if it was
+    installed as links to a project that is worked on.
+    """
     import importlib.metadata  # imported here: takes 15 ms, with the e-mail parser
 
     try:
-        return f"{top} {importlib.metadata.version(top)}"
+        owners = [importlib.metadata.distribution(top)]
+        names = [top]
     except importlib.metadata.PackageNotFoundError:
-        owners = sorted(
-            {found.metadata["Name"] for found in importlib.metadata.distributions() if _holds(found, top)}
-        )
-        return " ".join(f"{owner} {importlib.metadata.version(owner)}" for owner in owners)
+        owners = [found for found in importlib.metadata.distributions() if _holds(found, top)]
+        names = sorted({found.metadata["Name"] for found in owners})
+    if top != _PACKAGE and any(map(_is_link_to_a_project, owners)):
+        return ""
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def _is_link_to_a_project(distribution: Any) -> bool:
+    """Whether a distribution was installed as links to a folder that is worked on: `flit install -s` does."""
+    told = distribution.read_text("direct_url.json")
+    return told is not None and re.search(r'"editable":\s*true', told) is not None
 
 
 def _holds(distribution: Any, top: str) -> bool:

@@ -108,8 +108,14 @@ def renumbered(state: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("hooks") and isinstance(item, OrderedDict) and item
     }
     places = {number: place for place, number in enumerate(sorted({*itertools.chain(*tables.values())}))}
-    hooks = {name: {places[number]: hook for number, hook in item.items()} for name, item in tables.items()}
+    hooks = {name: _in_order(places, item) for name, item in tables.items()}
     return {**state, **hooks} if hooks else state
+
+
+def _in_order(places: dict[int, int], hooks: dict[int, Any]) -> Any:
+    numbered = {places[number]: hook for number, hook in hooks.items()}
+    # A hook that was put before others is called before them, and has a larger number.
+    return numbered if [*numbered] == sorted(numbered) else [*numbered.items()]
 
 
 def order_of_layers(value: Any) -> list[str] | None:

@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
+from castore.keys.beside_code import ANNOTATIONS
 from castore.keys.classes import full_name
-from castore.keys.encoder import Encoder, UnencodableError
+from castore.keys.encoder import AnyOrder, Encoder, UnencodableError
 from castore.keys.functions import code_parts
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.pickled import lasting, object_parts, state_parts
@@ -245,6 +246,9 @@ def tensor(encoder: Encoder, value: Any) -> Iterator[Any]:
         yield "parameter"
     if value.requires_grad:
         yield "requires grad"
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(value, name, None):
+            yield name, [encoder.part(hook, f".{name}") for hook in hooks.values()]
 
 
 def tensor_values(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -405,6 +409,27 @@ def _by_attributes(*names: str) -> Count:
     return count
 
 
+def _adapter_of_pydantic(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # All else of an adapter follows from these, and may have addresses in it.
+    yield from ("adapter", *_with_annotations(encoder, value._type, value._config))
+
+
+def _validated_call(encoder: Encoder, value: Any) -> Iterator[Any]:
+    config = AnyOrder(value.config_wrapper.config_dict)
+    yield from ("validated call", *_with_annotations(encoder, value.function, config))
+    yield value.validate_return
+
+
+def _with_annotations(encoder: Encoder, *parts: Any) -> list[bytes]:
+    """Parts whose annotations pydantic reads."""
+    around = encoder.marks
+    encoder.marks = around | {ANNOTATIONS}
+    try:
+        return [encoder.part(part) for part in parts]
+    finally:
+        encoder.marks = around
+
+
 _MSGSPEC_ENCODER = ("enc_hook", "decimal_format", "uuid_format", "order")
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
@@ -458,6 +483,8 @@ SHARED = Table(
         ("msgspec", ("Meta",), _by_attributes(
             "gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length", "tz", "title",
             "description", "examples", "extra_json_schema", "extra")),
+        ("pydantic.type_adapter", ("TypeAdapter",), _adapter_of_pydantic),
+        ("pydantic._internal._validate_call", ("ValidateCallWrapper",), _validated_call),
         ("builtins", ("memoryview",), _refusing("pass bytes(...) of it")),
         ("_contextvars", ("ContextVar",), _refusing("pass the value that it has, its .get()")),
         ("subprocess", ("Popen",), _refusing("it is another process, with a number of its own in every run")),

@@ -93,6 +93,11 @@ def model_of_pydantic() -> Any:
     return lambda x: Row(a=x)
 
 
+def class_of_attrs() -> Any:
+    attrs: Any = importlib.import_module("attrs")
+    return attrs.make_class("Made", {"a": attrs.field(type=int)}, frozen=True)
+
+
 def struct_of_msgspec() -> Any:
     msgspec: Any = importlib.import_module("msgspec")
 
@@ -145,6 +150,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "regex": lambda: [regex.compile(rf"\p{{L}}+|\s|{number}").sub for number in range(8)],
     "a model of pydantic": model_of_pydantic,
     "a struct of msgspec": struct_of_msgspec,
+    "a frozen class of attrs": class_of_attrs,
     "a used vectorizer of scikit-learn": vectorizer,
     "random.random": lambda: random.random,
     "random.choice": lambda: random.choice,

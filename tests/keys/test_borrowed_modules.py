@@ -159,6 +159,53 @@ def test_objects_of_c_count_by_what_they_were_made_of(kind: str) -> None:
     assert codes[0] != codes[1]
 
 
+PROGRAM = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import corp.core
+from corp.proj import f
+from castore.keys.objects import function_fingerprint
+print(function_fingerprint(f), function_fingerprint(corp.core.g))
+"""
+
+
+@pytest.mark.parametrize("shared", ["a namespace", "a package that adds folders to its path", "links"])
+def test_own_code_in_a_package_whose_name_is_shared_with_an_installed_one_counts(
+    tmp_path: Path, shared: str
+) -> None:
+    """Regression: all of the package counted by the version of the installed part."""
+    installed, own = tmp_path / "site-packages", tmp_path / "own"
+    record = "corp/core.py,,\n"
+    for folder in (installed, own):
+        (folder / "corp").mkdir(parents=True)
+        if shared == "a package that adds folders to its path":
+            (folder / "corp" / "__init__.py").write_text(
+                "__path__ = __import__('pkgutil').extend_path(__path__, __name__)"
+            )
+    if shared == "links":
+        (installed / "corp").rmdir()
+        (installed / "corp").symlink_to(own / "corp")
+    about = installed / "corp_core-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: corp-core\nVersion: 1.0\n")
+    (about / "RECORD").write_text(record)
+    if shared == "links":
+        (about / "direct_url.json").write_text('{"url": "file:///own", "dir_info": {"editable": true}}')
+    found = []
+    for number in (1, 2):
+        (installed / "corp" / "core.py").write_text(f"def g(x): return x + {number}")
+        (own / "corp" / "proj.py").write_text(f"def f(x): return x + {number}")
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", PROGRAM, *([installed] if shared == "links" else [installed, own])],
+            capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+        found.append(done.stdout.split())
+    (proj, core), (proj_later, core_later) = found
+    assert proj != proj_later
+    assert (core == core_later) is (shared != "links")
+
+
 def test_the_distribution_of_a_package_is_that_which_importlib_finds() -> None:
     owners = importlib.metadata.packages_distributions()
     tops = sorted(top for top in owners if top.isidentifier() and not top.startswith("_"))

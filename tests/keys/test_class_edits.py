@@ -89,8 +89,12 @@ EDITS: dict[str, tuple[str, list[str]]] = {
             f"def ask(x):\n    'EDIT'\ndef doc(f): return f.__doc__\ndef step(x): return {reader}",
             ["one", "two"],
         )
-        for reader in ("ask.__doc__", "doc(ask)", "inspect.getdoc(ask)")
+        for reader in ("ask.__doc__", "doc(ask)", "inspect.getdoc(ask)", "getattr(ask, '__doc__', '')")
     },
+    "a docstring that is read by vars": (
+        "class A: 'EDIT'\ndef step(x): return vars(A)['__doc__']",
+        ["one", "two"],
+    ),
     "a name that a function was given": (
         "def ask(x): pass\nask.__name__ = 'EDIT'\ndef step(x): return ask.__name__",
         ["one", "two", "ask"],
@@ -108,7 +112,10 @@ EDITS: dict[str, tuple[str, list[str]]] = {
             f"class R:\n    a: int\ndef f(x: EDIT): pass\ndef step(x): return {reader}",
             ["int", "str", "list['int']", "R"],
         )
-        for reader in ("f.__annotations__", "t.get_type_hints(f)", "inspect.signature(f)")
+        for reader in (
+            "f.__annotations__", "getattr(f, '__annotations__')", "t.get_type_hints(f)",
+            "inspect.signature(f)",
+        )
     },
     **{
         f"the code of a class that is called through {way}": (
@@ -144,7 +151,39 @@ EDITS: dict[str, tuple[str, list[str]]] = {
 
 _MODEL = "class R(pydantic.BaseModel):\n    b: int = 1\n    EDIT\ndef step(x): return R(b=x)"
 _STRUCT = "class R(msgspec.Struct, EDIT):\n    b: int = 1\ndef step(x): return R(x)"
+_HOOKED = (
+    "class T:\n    @classmethod\n    def __get_pydantic_core_schema__(cls, source, handler):\n"
+    "        return pydantic_core.core_schema.no_info_plain_validator_function(lambda v: v + EDIT)\n"
+)
 LIBRARIES: dict[str, tuple[str, list[str]]] = {
+    "a type that pydantic asks": (
+        f"import pydantic_core\n{_HOOKED}class R(pydantic.BaseModel):\n    a: T\ndef step(x): return R(a=x)",
+        ["1", "2"],
+    ),
+    "an adapter of pydantic": (
+        "class R(pydantic.BaseModel): a: EDIT\nK = pydantic.TypeAdapter(list[R])\ndef step(x): return K",
+        ["int", "str"],
+    ),
+    "an adapter of pydantic over a function": (
+        "def f(a: EDIT): return a\ndef step(x): return pydantic.TypeAdapter(f).validate_python(x)",
+        ["int", "str"],
+    ),
+    "a validated call": (
+        "class R(pydantic.BaseModel): a: int\n@pydantic.validate_call\ndef f(x: EDIT): pass\nstep = f",
+        ["R", "int", "list[R]"],
+    ),
+    "a validated call's options": (
+        "@pydantic.validate_call(EDIT)\ndef f(x: int): return x\ndef step(x): return f(x)",
+        ["", "validate_return=True", "config={'strict': True}"],
+    ),
+    "a frozen class of attrs": (
+        "@attrs.frozen\nclass R:\n    a: EDIT\ndef step(x): return {R(x)}",
+        ["int", "str", "int = 1", "int = attrs.field(hash=False)"],
+    ),
+    "the options of a class of attrs": (
+        "@attrs.define(EDIT)\nclass R:\n    a: int = 1\ndef step(x): return R(x)",
+        ["", "frozen=True", "unsafe_hash=True", "order=True"],
+    ),
     "a model of pydantic": (
         _MODEL,
         [
@@ -268,6 +307,19 @@ def test_an_edit_that_can_change_no_result_changes_nothing(one: str, two: str) -
     assert fingerprint(one) == fingerprint(two)
 
 
+@pytest.mark.parametrize(
+    "made",
+    ["@dataclasses.dataclass\nclass R: a: int = 1", "@attrs.define\nclass R: a: int = 1",
+     "class R(t.NamedTuple): a: int = 1", "class R(t.TypedDict): a: int"],
+)  # fmt: skip
+def test_a_class_counts_the_same_once_msgspec_has_used_it(made: str) -> None:
+    """Regression: what msgspec keeps on the class was an error."""
+    step = step_of(f"import attrs, msgspec\n{made}\ndef step(x): return msgspec.convert(x, R)")
+    before = function_fingerprint(step)
+    step([1] if "NamedTuple" in made else {"a": 1})
+    assert function_fingerprint(step) == before
+
+
 def test_an_attribute_that_is_no_member_counts() -> None:
     # Before Python 3.11 each of these is a member; then a change of it is seen too.
     source = "class C(enum.Enum):\n    A = 1\n    __weights = EDIT\ndef step(x): return C(x)"
@@ -304,7 +356,12 @@ def test_a_part_without_a_hash_in_a_module_that_is_handed_on_says_why_the_module
     def hands_on(x: object) -> object:
         return getattr(module, str(x))
 
+    def looks_up(x: object) -> object:
+        return module.__dict__["step"](x)
+
     assert function_fingerprint(reads)
+    with pytest.raises(UnhashableError, match="is handed on, so all of it"):
+        function_fingerprint(looks_up)
     words = (
         r"hands_on.*: cannot hash a generator.* \(the module '__main_of_edits__' is handed on, so all of it"
     )

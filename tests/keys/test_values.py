@@ -971,3 +971,22 @@ def test_cached_functions_take_what_save_and_cached_map_take(tmp_path: Path) -> 
             assert step.cache_name(argument) in names  # type: ignore[attr-defined]
         assert len(names) == len(arguments)
         assert step(torch.ones(2)) == 4
+
+
+def test_hooks_of_tensors_count_and_so_does_the_order_of_those_of_modules() -> None:
+    def of_tensor(method: str, hook: Any) -> str:
+        tensor = torch.nn.Parameter(torch.ones(2))
+        getattr(tensor, method)(hook)
+        return function_fingerprint(lambda: tensor)
+
+    for method in ("register_hook", "register_post_accumulate_grad_hook"):
+        found = [of_tensor(method, hook) for hook in (lambda grad: grad * 2, lambda grad: grad * 3)]
+        assert len({*found, function_fingerprint(lambda: torch.nn.Parameter(torch.ones(2)))}) == 3
+
+    def of_module(prepend: bool) -> str:
+        layer = fingerprinted.linear()
+        layer.register_forward_hook(lambda module, given, found: found * 2)
+        layer.register_forward_hook(lambda module, given, found: found + 1, prepend=prepend)
+        return function_fingerprint(lambda: layer)
+
+    assert len({of_module(False), of_module(True)}) == 2
