@@ -409,6 +409,25 @@ def _by_attributes(*names: str) -> Count:
     return count
 
 
+def _operator_of_torch(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield from ("operator", value._qualname)
+    for name in ("_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn"):
+        yield name, encoder.part(getattr(value, name, None), f".{name}")
+    # torch wraps each kernel, and the first call adds to the wrappers. That for all devices is `_init_fn`.
+    kernels = {str(device): _innermost(kernel) for device, kernel in value._backend_fns.items() if device}
+    yield encoder.part(AnyOrder(kernels), "._backend_fns")
+
+
+def _innermost(function: Any) -> Any:
+    """The function behind wrappers that call what they name ``fn``."""
+    while True:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        inner = function.__closure__[names.index("fn")].cell_contents if "fn" in names else None
+        if not callable(inner):
+            return function
+        function = inner
+
+
 def _adapter_of_pydantic(encoder: Encoder, value: Any) -> Iterator[Any]:
     # All else of an adapter follows from these, and may have addresses in it.
     yield from ("adapter", *_with_annotations(encoder, value._type, value._config))
@@ -512,8 +531,7 @@ SHARED = Table(
         ("torch", ("UntypedStorage", "TypedStorage"), _storage),
         ("torch.jit", ("ScriptFunction",), _scripted),
         ("torch.jit", ("ScriptModule",), scripted_module),
-        ("torch._library.custom_ops", ("CustomOpDef",),
-            _by_attributes("_qualname", "_init_fn", "_backend_fns")),
+        ("torch._library.custom_ops", ("CustomOpDef",), _operator_of_torch),
         ("torch", ("Tensor",), tensor),
         ("torch", ("device", "dtype", "layout", "memory_format"), _word),
         ("torch", ("Generator",), _torch_generator),

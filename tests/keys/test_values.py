@@ -990,3 +990,23 @@ def test_hooks_of_tensors_count_and_so_does_the_order_of_those_of_modules() -> N
         return function_fingerprint(lambda: layer)
 
     assert len({of_module(False), of_module(True)}) == 2
+
+
+def test_an_operator_of_torch_counts_by_its_functions_whether_it_ran_or_not() -> None:
+    """Regression: the first call changed its key, for torch adds to its wrappers then."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    make: Any = torch.library.custom_op
+    one, other = (make(f"castore_tests::{f.__name__}", f, mutates_args=()) for f in (double, triple))
+    before = function_fingerprint(one)
+    assert one(torch.ones(1)) == 2
+    assert function_fingerprint(one) == before != function_fingerprint(other)
+    one.register_kernel("cuda")(triple)
+    with_kernel = function_fingerprint(one)
+    one.register_kernel("cuda")(double)
+    assert len({before, with_kernel, function_fingerprint(one)}) == 3
