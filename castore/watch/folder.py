@@ -123,6 +123,10 @@ class WatchedFolder:
         """The file that has a name under the prefix."""
         return os.path.join(self.root, self.below(name))
 
+    def names(self, name: str) -> bool:
+        """Whether a name is that of a file in the folder, whether it is there or not."""
+        return f"{name}/".startswith(f"{self.prefix}/" if self.prefix else "")
+
     def below(self, name: str) -> str:
         """A name without the prefix: the path of its file, seen from the folder."""
         return name[len(self.prefix) :].lstrip("/")

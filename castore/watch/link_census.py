@@ -86,7 +86,7 @@ class LinkCensus:
         found, sight = self._find(), _Sight()
         missing = {name: held for name, held in found.items() if not sight.hides(held)}
         due = [held for name, held in missing.items() if began - self._missed[name] >= _LOOK_SECONDS]
-        for name in link_registry.release(self._store, due) if due else ():
+        for name in link_registry.release(self._store, due, self._folder) if due else ():
             del missing[name]
         self._missed = {name: min(self._missed[name], began) for name in missing}
         if self._missed:
@@ -96,7 +96,7 @@ class LinkCensus:
     def release_now(self, names: Iterable[str]) -> None:
         """Let go of those of some held entries to which no link leads. Nobody else renames links now."""
         self._missed = dict.fromkeys(names, 0.0)
-        link_registry.release(self._store, [*self._find().values()])
+        link_registry.release(self._store, [*self._find().values()], self._folder)
         self._missed = {}
 
     def _find(self) -> dict[str, Entry]:

@@ -296,18 +296,20 @@ def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], folder: WatchedFold
                 _set_entry(txn, held, metadata, held.created, pinned=True)
 
 
-def release(store: Store, suspects: Sequence[Entry]) -> set[str]:
+def release(store: Store, suspects: Sequence[Entry], folder: WatchedFolder) -> set[str]:
     """Let go of held entries, unless a link is there (again).
 
     Args:
         store: has the entries.
-        suspects: held entries. One to which the record of another entry leads stays: that entry is of another
-            watched folder, whose watcher looks for the link in its turn.
+        suspects: held entries. One stays to which the record of an entry of another watched folder leads: its
+            watcher looks for the link in its turn.
+        folder: the folder that was looked through.
 
     Returns:
         The names of those that need no further look.
     """
-    bound = {held_of(target_of(entry) or "") for entry in store.entries_with_key("link")}
+    others = (entry for entry in store.entries_with_key("link") if not folder.names(entry.name))
+    bound = {held_of(target_of(entry) or "") for entry in others}
     free = [held for held in suspects if held.name not in bound]
     return {held.name for held in suspects} - {held.name for held in free} | _delete(store, free)
 
@@ -395,9 +397,9 @@ def was_pinned(entry: Entry) -> bool:
 
 
 def _set_entry(txn: Write, entry: Entry, metadata: dict[str, Any], created: float, *, pinned: bool) -> bool:
-    # Escaped: a tool may rename a link to what is no UTF-8, and its path is recorded here.
-    text = json.dumps(metadata, sort_keys=True)
-    spec = EntrySpec(entry.name, entry.serializer, text, None if pinned else entry.expires, pinned)
+    spec = EntrySpec(
+        entry.name, entry.serializer, _text_of(metadata), None if pinned else entry.expires, pinned
+    )
     blob = txn.blob(bytes.fromhex(entry.digest))
     if blob is None or not blob.is_here:
         return False
@@ -406,6 +408,15 @@ def _set_entry(txn: Write, entry: Entry, metadata: dict[str, Any], created: floa
     txn.set_entry(spec, blob, created, added=False)
     txn.touch(entry.name, time.time())
     return True
+
+
+def _text_of(metadata: dict[str, Any]) -> str:
+    text = json.dumps(metadata, sort_keys=True, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a tool has renamed a link to what is no UTF-8, and its path is recorded
+        return json.dumps(metadata, sort_keys=True)
+    return text
 
 
 def copied_links(store: Store, prefix: str, targets: Container[str]) -> Iterator[str]:
