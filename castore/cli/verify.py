@@ -9,6 +9,7 @@ import typer
 from castore.cli.output import AsJson, abbreviate, plural, print_json, progress
 from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError
+from castore.names import LINKS
 from castore.repair.verify import Report
 from castore.units import format_size
 
@@ -67,7 +68,14 @@ def _print(report: Report, repair: bool, read_only: bool) -> None:
     if not lost:
         return
     if repair:
-        typer.echo(f"{plural(len(report.dropped), 'entry', 'entries')} dropped; add or compute them again")
+        links = sum(name.startswith(f"{LINKS}/") for name in report.dropped)
+        entries = plural(len(report.dropped) - links, "entry", "entries")
+        typer.echo(f"{entries} dropped; add or compute them again")
+        if links:
+            typer.echo(
+                f"{plural(links, 'file')} behind a link of `castore watch --replace` lost; `castore watch DIR"
+                " --as PREFIX --restore` names what it cannot put back"
+            )
     elif not read_only:
         typer.echo(
             f"{lost:,} of them {'is a miss' if lost == 1 else 'are misses'} now; putting the same bytes again"

@@ -239,6 +239,25 @@ def test_restore_tells_of_links_whose_bytes_are_gone(
     assert (folder / "b").read_bytes() == b"b" * 100
 
 
+def test_verify_tells_of_links_whose_bytes_were_damaged(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    make_file(folder, "a", bytes(range(256)) * 4000)
+    replace_files(watch, "in/a")
+    entry = store.entry("in/a")
+    assert entry is not None
+    blob = store.blob(entry.digest)
+    assert blob is not None
+    path = Path(store.path_of(blob))
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(blob.offset + blob.stored // 2)
+        file.write(b"damage")
+    found = run(store.path, "verify", "--repair")
+    assert found.returncode == 1
+    assert "1 entry dropped; add or compute them again\n1 file behind a link of" in found.stdout
+
+
 def test_links_into_the_live_mount_of_another_store_are_that_stores(
     store: Store, folder: Path, mountpoint: Path, watch: Watch, tmp_path: Path
 ) -> None:
