@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 
@@ -12,7 +13,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def birth_time(path: str) -> int | None:
-    """When a file was made, in ns. None if its file system, or the C library, does not tell.
+    """When a file was made, in ns. None if its file system, the kernel or the C library does not tell.
 
     Raises:
         OSError: there is no such file.
@@ -23,6 +24,8 @@ def birth_time(path: str) -> int | None:
     found = ctypes.create_string_buffer(_SIZE)
     if statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, found):
         error = ctypes.get_errno()
+        if error in (errno.ENOSYS, errno.EPERM):  # an old kernel, or a sandbox that knows no such call
+            return None
         raise OSError(error, os.strerror(error), path)
     (mask,) = struct.unpack_from("=I", found, _MASK_AT)
     seconds, fraction = struct.unpack_from("=qI", found, _BORN_AT)
