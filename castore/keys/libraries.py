@@ -109,7 +109,7 @@ def _places_of(module: str, places: list[str]) -> list[str]:
         file = (spec.origin or next(iter(spec.submodule_search_locations or []), "")) if spec else ""
         if not file:
             return places
-    folders = {os.path.dirname(place) if place.endswith("/__init__.py") else place for place in places}
+    folders = {place.removesuffix("/__init__.py") for place in places if place}
     return [place for place in folders if file == place or file.startswith(f"{place}/")] or [file]
 
 
