@@ -164,6 +164,8 @@ def _annotation(encoder: Encoder, kind: Any, scope: Mapping[str, Any]) -> Iterat
         try:
             yield encoder.part(inside)
         except UnencodableError:
+            if _is_users_class(inside):
+                raise
             yield _described(inside)
 
 

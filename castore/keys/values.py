@@ -419,13 +419,12 @@ def _operator_of_torch(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 
 def _innermost(function: Any) -> Any:
-    """The function behind wrappers that call what they name ``fn``."""
+    """The function behind torch's wrappers, which call what they name ``fn``."""
     while True:
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        inner = function.__closure__[names.index("fn")].cell_contents if "fn" in names else None
-        if not callable(inner):
+        if "fn" not in names or library_of(function.__globals__.get("__name__")) is None:
             return function
-        function = inner
+        function = function.__closure__[names.index("fn")].cell_contents
 
 
 def _adapter_of_pydantic(encoder: Encoder, value: Any) -> Iterator[Any]:

@@ -307,6 +307,12 @@ def test_an_edit_that_can_change_no_result_changes_nothing(one: str, two: str) -
     assert fingerprint(one) == fingerprint(two)
 
 
+def test_a_class_in_an_annotation_that_has_no_hash_is_an_error() -> None:
+    source = "class T:\n    a: int\n    k = (n for n in ())\nclass A:\n    t: T\ndef step(x): return A"
+    with pytest.raises(UnhashableError, match="generator"):
+        fingerprint(source)
+
+
 @pytest.mark.parametrize(
     "made",
     ["@dataclasses.dataclass\nclass R: a: int = 1", "@attrs.define\nclass R: a: int = 1",
