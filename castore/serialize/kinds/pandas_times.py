@@ -14,12 +14,17 @@ from castore.serialize.problems import need
 
 def _take_timestamp(value: Any) -> Any:
     # NumPy's form has the instant, and the unit, which is a part of the value too.
-    return [value.asm8, zone_of(value)]
+    zone = value.tzinfo
+    # Before pandas 3, Arrow gives zones of pytz. Each is of a class of its own, and has its name.
+    name = getattr(zone, "zone", None) if type(zone).__module__.partition(".")[0] == "pytz" else None
+    return [value.asm8, zone_of(value) if name is None else ["pytz", name]]
 
 
 def _make_timestamp(parts: Any) -> Any:
     moment, zone = listed(2, parts)
     made = need("pandas", "datasets").Timestamp(_numbers("M", moment))
+    if type(zone) is list:
+        zone = need("pytz", "datasets").timezone(listed(2, zone)[1])
     return made if zone is None else made.tz_localize("UTC").tz_convert(zone)
 
 
