@@ -413,7 +413,8 @@ def _operator_of_torch(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("operator", value._qualname)
     for name in ("_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn"):
         yield name, encoder.part(getattr(value, name, None), f".{name}")
-    # torch wraps each kernel, and the first call adds to the wrappers. That for all devices is `_init_fn`.
+    # torch wraps each kernel, and the first call adds to the wrappers. The kernel for all devices is
+    # `_init_fn`, which counts already.
     kernels = {str(device): _innermost(kernel) for device, kernel in value._backend_fns.items() if device}
     yield encoder.part(AnyOrder(kernels), "._backend_fns")
 

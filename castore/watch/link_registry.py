@@ -26,7 +26,6 @@ import json
 import os
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import blake3
@@ -291,9 +290,12 @@ def hold_at(store: Store, seen: Iterable[tuple[Entry, str]], folder: WatchedFold
     """
     with store.index.write() as txn:
         for held, path in seen:
-            with suppress(OSError):
-                metadata = held.metadata | {"path": path, "root": folder.root_of(path)}
-                _set_entry(txn, held, metadata, held.created, pinned=True)
+            try:
+                root = folder.root_of(path)
+            except OSError:
+                continue
+            metadata = held.metadata | {"path": path, "root": root}
+            _set_entry(txn, held, metadata, held.created, pinned=True)
 
 
 def release(store: Store, suspects: Sequence[Entry], folder: WatchedFolder) -> set[str]:
