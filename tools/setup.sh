@@ -51,7 +51,8 @@ case $purpose in  # wanted: COMMAND=DEBIAN-PACKAGE
     without_torch=(-e '.[fuse,datasets,recipes,watch]' webdataset numpy) ;;
   test)
     tools/setup.sh docs  # a test builds the site
-    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync strace=strace"
+    wanted="fusermount3=fuse3 zstd=zstd lz4=lz4 gzip=gzip rsync=rsync strace=strace mkfs.ext4=e2fsprogs"
+    wanted+=" cc=gcc cc=libc6-dev"  # a test compiles an extension
     requirements=(-e '.[dev]')
     without_torch=(-e '.[dev-core]') ;;
   torture)

@@ -251,6 +251,7 @@ def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path
 def _run(recipe: Recipe, store: Store, shard: tuple[int, int] | None, as_json: bool) -> None:
     from castore.recipes import process as run
 
+    _replace_lock_of_bars()
     current = _Current()
     try:
         with _bars(current) as (steps, rows):
@@ -263,6 +264,19 @@ def _run(recipe: Recipe, store: Store, shard: tuple[int, int] | None, as_json: b
         print_json(outcome.to_dict())
     else:
         _draw(outcome, recipe)
+
+
+def _replace_lock_of_bars() -> None:
+    """Give tqdm, which `datasets` uses, a lock that no process of Python's own keeps a list of.
+
+    tqdm's own lock has a name from Python 3.14 on, and an interrupted command ends without taking it back.
+    Python's resource tracker then prints a warning behind castore's last line.
+    """
+    from multiprocessing import get_context
+
+    from tqdm import tqdm
+
+    tqdm.set_lock(get_context("fork").RLock())
 
 
 class _Current:

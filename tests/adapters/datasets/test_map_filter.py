@@ -124,7 +124,7 @@ def test_a_batch_of_all_rows_is_one_for_each_process(
         given: dict[str, Any] = {"batched": True, "batch_size": size, "num_proc": processes}
         ours = cached_map(texts, count_of_batch, store=store, **given)
         assert ours["count"] == texts.map(count_of_batch, **given)["count"]
-    assert {*ours["count"]} == {len(texts) // 2}
+    assert {*ours["count"]} == {len(texts) // 2, (len(texts) + 1) // 2}
 
 
 @pytest.mark.parametrize(
