@@ -38,6 +38,7 @@ READERS: Mapping[str, frozenset[str]] = {
     "__doc__": frozenset({DOCSTRINGS}),
     "getdoc": frozenset({DOCSTRINGS}),
     "__annotations__": frozenset({ANNOTATIONS}),
+    "__annotate__": frozenset({ANNOTATIONS}),  # since Python 3.14
     "get_annotations": frozenset({ANNOTATIONS}),
     "get_type_hints": frozenset({ANNOTATIONS}),
     "fields": frozenset({ANNOTATIONS}),  # of dataclasses: each has its annotation

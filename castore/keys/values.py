@@ -29,6 +29,9 @@ from castore.keys.pickled import lasting, object_parts, state_parts
 from castore.keys.registry import Count, Row, Table
 from castore.system.cpus import hash_threads
 
+if sys.version_info >= (3, 14):
+    import string.templatelib  # noqa: F401 - a template string is made without it, and the table looks in it
+
 #: Prefixes of attributes that torch.compile and transformers set on tensors.
 LEFT_ON_TENSORS = ("_dynamo_", "_is_hf_initialized")
 
@@ -511,6 +514,9 @@ SHARED = Table(
         ("types", ("ClassMethodDescriptorType",), _class_method_in_c),
         ("types", ("CodeType",), _code),
         ("types", ("CellType",), _cell),
+        ("string.templatelib", ("Template",), _by_attributes("strings", "interpolations")),
+        ("string.templatelib", ("Interpolation",), _by_attributes(
+            "value", "expression", "conversion", "format_spec")),
         ("re", ("Match",), _match),
         ("regex", ("Match",), _match),
         ("regex", ("Pattern",), _pattern),

@@ -352,6 +352,21 @@ def test_an_alias_by_the_type_statement_counts_by_its_value() -> None:
     assert fingerprint(source.replace("EDIT", "1")) != fingerprint(source.replace("EDIT", "2"))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="new in Python 3.14")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(a: EDIT): pass\ndef step(x): return f.__annotate__(1)",
+        "T = t'number {EDIT}'\ndef step(x): return T.strings",
+        "T = t'number {1:EDIT}'\ndef step(x): return T.strings",
+    ],
+)
+def test_late_annotations_and_template_strings_count(source: str) -> None:
+    found = {edit: fingerprint(source.replace("EDIT", edit)) for edit in ("int", "str", "list")}
+    assert len(set(found.values())) == 3
+    assert found == {edit: fingerprint(source.replace("EDIT", edit)) for edit in found}
+
+
 def test_a_part_without_a_hash_in_a_module_that_is_handed_on_says_why_the_module_counts() -> None:
     step_of("G = (n for n in ())\ndef step(x): return x")
     module: Any = sys.modules["__main_of_edits__"]
