@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import os
 import re
 from collections import Counter
@@ -104,13 +105,12 @@ class Tokens:
 
 
 def _count_row(file: str) -> None:
-    if file not in _counters:
-        _counters[file] = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(_counters[file], b".")
+    os.write(_open_counter(file), b".")
 
 
-# Descriptors of files, by path.
-_counters: dict[str, int] = {}
+@functools.cache  # a dict of one's own would be memory of rows, and no block would be kept
+def _open_counter(file: str) -> int:
+    return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 @dataclasses.dataclass(frozen=True)
