@@ -848,17 +848,18 @@ class Store:
             return entry
         return None
 
-    def entries(self, prefix: str = "", *, damaged: bool = True) -> Iterator[Entry]:
+    def entries(self, prefix: str = "", *, damaged: bool = True, expired: bool = False) -> Iterator[Entry]:
         """Entries at or below a prefix, in the order of names.
 
         Args:
             prefix: whole parts of names: ``a`` covers ``a/b`` and not ``ab``; "" for all.
             damaged: also entries whose bytes were found damaged or gone.
+            expired: also entries that have expired and that gc has not removed yet.
 
         Raises:
             InvalidNameError: ``prefix`` is neither empty nor a name.
         """
-        return self.index.entries(check_prefix(prefix), time.time(), damaged=damaged)
+        return self.index.entries(check_prefix(prefix), 0.0 if expired else time.time(), damaged=damaged)
 
     def children(self, folder: str = "") -> Iterator[Entry | str]:
         """The direct contents of a folder of names, in order: entries that are not missing, and folder paths.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -10,28 +11,35 @@ import typer
 from castore import Store
 from castore.cli.completion import names
 from castore.cli.output import AsJson, Failures, describe, print_error, print_json, printable, quote_word
-from castore.cli.store_access import check_names, find_entry, list_hint, not_found, open_store
+from castore.cli.store_access import check_names, find_entry, not_found, open_store
 from castore.errors import CastoreError, NotFoundError
 
 _Names = Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=names, help="Names.")]
+_Recursive = Annotated[bool, typer.Option("-r", "--recursive", help="Folders of names, too.")]
 
 
-def pin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:
+def pin(
+    context: typer.Context, name: _Names, recursive: _Recursive = False, as_json: AsJson = False
+) -> None:  # fmt: skip
     """Pin entries: gc leaves them alone, expired or not.
 
     \b
     castore pin imagenet/train-00001.tar
+    castore pin -r imagenet
     """
     check_names(name)
     with open_store(context) as store:
-        _apply_to_each(store, store.pin, name, "pinned", as_json)
+        _apply_to_each(store, store.pin, name, "pin", recursive, as_json)
 
 
-def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None:
+def unpin(
+    context: typer.Context, name: _Names, recursive: _Recursive = False, as_json: AsJson = False
+) -> None:  # fmt: skip
     """Undo `castore pin`.
 
     \b
     castore unpin imagenet/train-00001.tar
+    castore unpin -r imagenet
     """
     check_names(name)
     with open_store(context) as store:
@@ -40,7 +48,7 @@ def unpin(context: typer.Context, name: _Names, as_json: AsJson = False) -> None
             store.unpin(one)
             _warn_of_link(store, one)
 
-        _apply_to_each(store, unpin_link, name, "unpinned", as_json)
+        _apply_to_each(store, unpin_link, name, "unpin", recursive, as_json)
 
 
 def _warn_of_link(store: Store, name: str) -> None:
@@ -56,21 +64,37 @@ def _warn_of_link(store: Store, name: str) -> None:
 
 
 def _apply_to_each(
-    store: Store, action: Callable[[str], None], names: list[str], done: str, as_json: bool
+    store: Store, action: Callable[[str], None], names: list[str], verb: str, recursive: bool, as_json: bool
 ) -> None:
     failures = Failures()
     count = 0
     for name in names:
         try:
-            if name.endswith("/"):
-                find_entry(store, name)  # raises the error that names the problem
-            action(name)
-            count += 1
+            count += (_apply_below if recursive else _apply)(store, action, name)
         except NotFoundError as error:
-            is_folder_named = name.endswith("/")
-            failures.add(describe(error if is_folder_named else not_found(store, name, hint=list_hint(name))))
+            is_folder_named = name.endswith("/") and not recursive
+            hint = f"`castore {verb} -r {quote_word(name)}` takes all of them"
+            failures.add(describe(error if is_folder_named else not_found(store, name, hint=hint)))
         except CastoreError as error:
             failures.add(describe(error))
     if as_json:
-        print_json({done: count, "problems": failures.sentences})
+        print_json({f"{verb}ned": count, "problems": failures.sentences})
     failures.finish()
+
+
+def _apply(store: Store, action: Callable[[str], None], name: str) -> int:
+    if name.endswith("/"):
+        find_entry(store, name)  # raises the error that names the problem
+    action(name)
+    return 1
+
+
+def _apply_below(store: Store, action: Callable[[str], None], prefix: str) -> int:
+    count = 0
+    for entry in store.entries(prefix, expired=True):
+        with suppress(NotFoundError):  # removed meanwhile
+            action(entry.name)
+            count += 1
+    if not count:
+        raise NotFoundError(prefix)
+    return count

@@ -340,7 +340,8 @@ def gc(
         typer.echo(f"deleted {plural(done.deleted, 'object')}: {format_size(done.freed)} freed")
     garbage = f"{plural(done.condemned, 'object')} of no use: {format_size(done.size)}"
     if done.until is None:
-        typer.echo(f"garbage: {garbage}" if done.condemned else "there is no garbage")
+        none = f"there is no garbage that is older than {grace}"
+        typer.echo(f"garbage: {garbage}" if done.condemned else none)
     else:
         typer.echo(f"condemned {garbage}; a run after {format_local(done.until)} deletes them")
 

@@ -11,7 +11,7 @@ from castore import Store
 from castore.cli.completion import names
 from castore.cli.output import AsJson, Failures, describe, print_error, print_json, printable, quote_word
 from castore.cli.store_access import check_names, find_entry, not_found, open_store
-from castore.errors import CastoreError, InvalidValueError
+from castore.errors import CastoreError
 from castore.records import Entry
 
 
@@ -27,8 +27,6 @@ def rm(
     castore rm imagenet/train-00001.tar
     castore rm -r imagenet
     """
-    if "" in name:  # "" is the folder of all names
-        raise InvalidValueError("a NAME is empty; give the names to remove (is a variable unset?)")
     check_names(name)
     failures = Failures()
     removed = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ def store_path(context: typer.Context) -> Path:
     return settings.store_folder(None if given is None else require_path(given, "--store"))
 
 
-def check_names(given: Iterable[str]) -> None:
+def check_names(given: Sequence[str]) -> None:
     """Check that all names, or folders of names, are valid, before anything is done with the first of them.
 
     Raises:
         InvalidNameError: nothing can have one of the names.
+        InvalidValueError: one is empty.
     """
+    if "" in given:  # which would be the folder of all names
+        raise InvalidValueError("a NAME is empty; give the names (is a variable unset?)")
     for name in given:
         check_name(name if name == "/" else name.removesuffix("/"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from castore import Store
 from tests.cli.conftest import Cli
+from tests.mount.conftest import until
 
 
 def names(store: Store) -> list[str]:
@@ -37,7 +38,7 @@ def test_rm_refuses_an_empty_name_before_it_removes_any(cli: Cli, store: Store) 
     for words in (("-r", ""), ("",), ("-r", "large.bin", "")):
         ran = cli("rm", *words)
         assert (ran.code, ran.err) == (
-            2, "castore: a NAME is empty; give the names to remove (is a variable unset?)\n"
+            2, "castore: a NAME is empty; give the names (is a variable unset?)\n"
         )  # fmt: skip
     assert len(names(store)) == 3
 
@@ -48,11 +49,29 @@ def test_rm_of_many_thousands(cli: Cli, store: Store) -> None:
     assert len(names(store)) == 3
 
 
+def test_a_folder_is_pinned_and_unpinned_whole(cli: Cli, store: Store) -> None:
+    store.put_many((f"data-2/{number}", b"x") for number in range(1200))
+    assert cli("pin", "-r", "data", "data-2/7", "--json").json == {"pinned": 3, "problems": []}
+    assert [entry.name for entry in store.entries() if entry.pinned] == ["data-2/7", "data/a.txt", "data/b.txt"]
+    assert cli("pin", "-r", "data-2/").code == 0
+    assert cli("unpin", "-r", "data", "--json").json == {"unpinned": 2, "problems": []}
+    assert sum(entry.pinned for entry in store.entries()) == 1200
+    store.put("data/late", b"x", ttl=0.01, pin=True)
+    until(lambda: "data/late" not in store)
+    assert cli("unpin", "-r", "data", "--json").json == {"unpinned": 3, "problems": []}
+    assert [one.pinned for one in store.entries("data", expired=True)] == [False] * 3
+    for command in ("pin", "unpin"):
+        ran = cli(command, "-r", "nosuch", "data")
+        assert (ran.code, ran.err.count("\n")) == (1, 1)
+        assert "there is no entry 'nosuch'" in ran.err
+        assert cli(command, "-r", "").code == 2
+
+
 def test_pin_and_unpin_and_their_complaints(cli: Cli, store: Store) -> None:
     ran = cli("pin", "nosuch", "data", "data/a.txt")
     assert ran.code == 1
     assert "no entry 'nosuch'" in ran.err
-    assert "'data' is a folder of entries; `castore ls data` lists them" in ran.err
+    assert "'data' is a folder of entries; `castore pin -r data` takes all of them" in ran.err
     assert [entry.name for entry in store.entries() if entry.pinned] == ["data/a.txt"]
     cli("gc", "--max-size", "1", "--grace", "0")
     assert names(store) == ["data/a.txt"]

@@ -595,7 +595,7 @@ def test_gc_says_what_is_garbage_and_what_it_did(cli: Cli, store: Store, team: s
     store.put("name", b"1")
     assert cli("push").code == 0
     ran = cli("remote", "gc", team, "--dry-run")
-    assert (ran.code, ran.out) == (0, "there is no garbage\n")
+    assert (ran.code, ran.out) == (0, "there is no garbage that is older than 1d\n")
     assert cli("remote", "gc", team, "--json").json == {
         "deleted": 0, "freed": 0, "condemned": 0, "size": 0, "until": None,
     }  # fmt: skip

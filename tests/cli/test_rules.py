@@ -23,6 +23,7 @@ NAMING = {
     "rm -r": ("rm", "-r", "{}"),
     "pin": ("pin", "{}"),
     "unpin": ("unpin", "{}"),
+    "pin -r": ("pin", "-r", "{}"),
     "train-dict": ("train-dict", "{}"),
     "stat": ("stat", "{}"),
     "mount": ("mount", "mnt", "--prefix", "{}"),
