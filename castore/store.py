@@ -614,11 +614,12 @@ class Store:
         """
         return self.index.blob(parse_digest(digest))
 
-    def open_blob(self, digest: bytes | str) -> OpenBlob:
+    def open_blob(self, digest: bytes | str | Blob) -> OpenBlob:
         """A blob by its digest, held open: any range of its bytes, or all of them in order.
 
         Args:
-            digest: BLAKE3-256 of the bytes, 64 hex characters as in `Entry.digest`, or 32 raw bytes.
+            digest: BLAKE3-256 of the bytes, 64 hex characters as in `Entry.digest`, or 32 raw bytes; or the
+                blob's record, which saves a look-up.
 
         Raises:
             NotFoundError: there is no such blob, or its bytes were found damaged or are gone.
@@ -631,7 +632,7 @@ class Store:
         ...     blob.size, blob.read(6, 5), b"".join(blob.pieces())
         (11, b'world', b'hello world')
         """
-        blob = self.blob(digest)
+        blob = digest if isinstance(digest, Blob) else self.blob(digest)
         gone: FileNotFoundError | None = None
         if blob is not None and blob.pack != LOST:
             try:
@@ -639,7 +640,8 @@ class Store:
                 return OpenBlob(reader.share(self.source.shared), self.source.quarantine)
             except FileNotFoundError as error:
                 gone = error
-        shown = digest if isinstance(digest, str) else digest.hex()
+        digits = digest if isinstance(digest, bytes | str) else digest.digest
+        shown = digits if isinstance(digits, str) else digits.hex()
         raise NotFoundError(f"the bytes of blob {shown} are not in {self.path}, or were damaged") from gone
 
     # Objects

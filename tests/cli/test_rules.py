@@ -173,8 +173,10 @@ def test_what_is_advised_can_be_typed(cli: Cli, store: Store, name: str) -> None
     for command in ("cat", "pin", "rm"):
         told = cli(command, "--", name).err
         advised.append(shlex.split(told.split("`")[1]))
-    assert [words[:2] for words in advised] == [["castore", "ls"], ["castore", "ls"], ["castore", "rm"]]
+    assert [words[:2] for words in advised] == [["castore", "ls"], ["castore", "pin"], ["castore", "rm"]]
     assert cli(*advised[0][1:]).out == f"{name}/a\n"
+    assert cli(*advised[1][1:]).code == 0
+    assert [entry.pinned for entry in store.entries(name)] == [True]
     assert cli(*advised[2][1:]).code == 0
     assert list(store.entries(name)) == []
 

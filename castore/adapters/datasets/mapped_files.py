@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -75,12 +75,18 @@ def mappable_path(store: Store, blob: Blob, opened: OpenBlob | None = None) -> s
     )
 
 
-def existing_copy_path(store: Store, blob: Blob) -> str | None:
-    """As `mappable_path`, but only for a blob that is materialised already, and known to be intact."""
-    found = store.find(f"{COPIES_FOLDER}/{blob.digest.hex()}")
-    if found is None or found.blob.pack != LOOSE or mapped_check.find_unchecked(store, [found.blob]):
-        return None
-    return _link(blob, store.path_of(found.blob))
+def existing_copy_paths(store: Store, blobs: Sequence[Blob]) -> list[str]:
+    """As `mappable_path` of each, but only if all blobs are materialised already, and known to be intact.
+
+    Returns:
+        A path for each blob; none at all if one lacks a copy.
+    """
+    names = [f"{COPIES_FOLDER}/{blob.digest.hex()}" for blob in blobs]
+    found = store.find_many(names)
+    copies = [found[name].blob for name in names if name in found and found[name].blob.pack == LOOSE]
+    if len(copies) < len(blobs) or mapped_check.find_unchecked(store, copies):
+        return []
+    return [_link(blob, store.path_of(raw)) for blob, raw in zip(blobs, copies, strict=True)]
 
 
 def _mapping_target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:

@@ -20,7 +20,12 @@ import pyarrow as pa
 from datasets.table import Table, concat_tables
 
 from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
-from castore.adapters.datasets.mapped_files import COPIES_FOLDER, existing_copy_path, link_path, mappable_path
+from castore.adapters.datasets.mapped_files import (
+    COPIES_FOLDER,
+    existing_copy_paths,
+    link_path,
+    mappable_path,
+)
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
 from castore.adapters.mapped_check import check_now, find_unchecked
 from castore.errors import CacheWarning, CorruptError, FullError, NotFoundError, TooLargeError
@@ -131,11 +136,11 @@ class _StoredRows:
             for name, blob in files:  # nothing is noted of small blobs, which share a file
                 if blob.pack != LOOSE and store.get_blob(blob) is None:
                     raise damage_error(name)
-            self._opened += [store.open_blob(blob.digest) for _, blob in files]
+            self._opened += [store.open_blob(blob) for _, blob in files]
         except NotFoundError as error:
             raise damage_error(files[0][0]) from error
         # Asked now, since the store may be closed later.
-        self._copy_paths = [existing_copy_path(store, blob) for _, blob in files]
+        self._copy_paths = existing_copy_paths(store, self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         paths = [link_path(blob) for _, blob in self._files]
@@ -150,13 +155,12 @@ class _StoredRows:
         return [blob for _, blob in self._files]
 
     def map_if_ready(self) -> Table | None:
-        paths = [path for path in self._copy_paths if path is not None]
-        if len(paths) < len(self._files):
+        if not self._copy_paths:
             return None
         for _, blob in self._files:
             self._store.count_use(f"{COPIES_FOLDER}/{blob.digest.hex()}")
         with contextlib.suppress(FileNotFoundError):  # gc removed it meanwhile
-            return concat_tables([table_mapped(path) for path in paths])
+            return concat_tables([table_mapped(path) for path in self._copy_paths])
         return None
 
     def map(self) -> Table:
