@@ -370,7 +370,7 @@ class RemoteTree:
         """See `Remote.warm`."""
         index, shards = shard
         rows = rows_of_shard(self._trees[0].rows(prefix), index, shards)
-        if prefix and not rows and shards == 1:
+        if prefix and not rows and next(self._trees[0].rows(prefix), None) is None:
             raise RemoteMissingError(f"ref {self._ref!r} has no name at or below {prefix!r}")
         total = sum({row.digest: row.place.stored for row in rows}.values())
         budget = self._parts.settings.max_size

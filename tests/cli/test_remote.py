@@ -714,6 +714,7 @@ def test_warm_says_what_is_here(
         ("--shard", "x"): "such as 0/8",
         ("--ref", "none"): "no ref 'none'",
         ("nothing",): "at or below 'nothing'",
+        ("nothing", "--shard", "1/4"): "at or below 'nothing'",
     }.items():
         wrong = cli("warm", *words)
         assert wrong.code in (1, 2)
