@@ -7,6 +7,7 @@ writer, and is read back (Icechunk has it so: design document 017).
 
 from __future__ import annotations
 
+import binascii
 import json
 import uuid
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,9 @@ from castore.remote.pages import digest_of
 
 # Bytes; a note is the only part of any length.
 _LONGEST = 1 << 20
+# Bytes of a commit and of a page that a ref carries at most. The root of a million names has some 30,000.
+_CARRIED = 48 << 10
+_CARRIED_KEYS = ("commit_bytes", "root_bytes")
 
 
 class Commit(NamedTuple):
@@ -46,10 +50,18 @@ class Commit(NamedTuple):
 
 
 class Ref(NamedTuple):
-    """A ref as it was read: the digest of its commit, and the version to compare when it is moved."""
+    """A ref as it was read.
+
+    Attributes:
+        commit: digest of its commit.
+        version: to compare when the ref is moved.
+        carried: bytes that spare a reader two requests if they are those of the commit and of the root of its
+            tree, as nobody has checked; or nothing.
+    """
 
     commit: bytes
     version: Any
+    carried: tuple[bytes, bytes] | None = None
 
 
 def encode_commit(commit: Commit) -> bytes:
@@ -125,7 +137,8 @@ def read_ref(bucket: Bucket, ref: str) -> Ref | None:
         found = bucket.get(ref_key(ref))
     except RemoteMissingError:
         return None
-    return Ref(_commit_of(found, ref, bucket), found.version)
+    fields = _fields_of(found, ref, bucket)
+    return Ref(_digest(fields["commit"]), found.version, _carried(fields))
 
 
 def list_refs(bucket: Bucket) -> list[str]:
@@ -134,12 +147,21 @@ def list_refs(bucket: Bucket) -> list[str]:
     return sorted(name for name in names if is_ref(name))
 
 
-def move_ref(bucket: Bucket, ref: str, seen: Ref | None, commit: bytes, now: float) -> bool:
+def move_ref(
+    bucket: Bucket,
+    ref: str,
+    seen: Ref | None,
+    commit: bytes,
+    now: float,
+    carried: tuple[bytes, bytes] | None = None,
+) -> bool:
     """Point a ref at a commit whose bytes are all there; False if the ref was moved since ``seen``.
 
     Args:
         seen: from `read_ref`, None to make the ref.
+        commit: its digest.
         now: seconds since the epoch, for people.
+        carried: bytes of the commit and of the root of its tree. They are left out if they are many.
 
     Raises:
         RemoteUnreachableError: whether the ref was moved is not known: the storage gave no answer, and could
@@ -148,6 +170,11 @@ def move_ref(bucket: Bucket, ref: str, seen: Ref | None, commit: bytes, now: flo
     check_ref(ref)
     writer = uuid.uuid4().hex
     fields = {"format": 1, "commit": commit.hex(), "writer": writer, "time": now}
+    if carried is not None and max(map(len, carried)) <= _CARRIED:
+        fields |= {
+            key: binascii.b2a_base64(data, newline=False).decode()
+            for key, data in zip(_CARRIED_KEYS, carried, strict=True)
+        }
     data = json.dumps(fields, separators=(",", ":")).encode()
     try:
         if seen is None:
@@ -192,15 +219,24 @@ def history(
         at, after = found.parent, at
 
 
-def _commit_of(found: Versioned, ref: str, bucket: Bucket) -> bytes:
+def _fields_of(found: Versioned, ref: str, bucket: Bucket) -> dict[str, Any]:
     try:
         fields = _parse(found.data, ref_key(ref), bucket)
     except RemoteError as error:
         raise _damaged_ref(ref, bucket, "it is no JSON of castore's") from error
     try:
-        return _digest(fields["commit"])
+        _digest(fields["commit"])
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged_ref(ref, bucket, "it names no commit") from error
+    return fields
+
+
+def _carried(fields: dict[str, Any]) -> tuple[bytes, bytes] | None:
+    try:
+        commit, root = (binascii.a2b_base64(fields[key]) for key in _CARRIED_KEYS)
+    except (KeyError, TypeError, ValueError):  # a hint, without which readers do
+        return None
+    return commit, root
 
 
 def _damaged_ref(ref: str, bucket: Bucket, why: str) -> RemoteError:

@@ -9,10 +9,11 @@ near each other come in one request. The caller commits what is staged here unde
 from __future__ import annotations
 
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -37,10 +38,15 @@ from castore.system.temporary import abandon
 from castore.write.incoming import write_all
 from castore.write.staging import LargeBlob, SmallBlob, Staged
 
-#: Bytes of neighbouring records of a pack that come in one request.
+#: Bytes of a large object that come in one request.
 REQUEST_BYTES = 8 << 20
-# Bytes between two records that are fetched along, and requests under way at once.
-_GAP, _REQUESTS = 128 << 10, 8
+# Bytes of neighbouring records of a pack that come in one request: some are decoded while others are on their
+# way. Bytes between two records that are fetched along; requests under way at once.
+_RECORDS_BYTES, _GAP, _REQUESTS = 2 << 20, 128 << 10, 8
+# Bytes of a record, uncompressed, below which threads that decode at the same time are slower than one alone:
+# they mostly take the interpreter from each other.
+_SMALL_RECORD = 40 << 10
+_decoding = threading.Lock()
 
 
 def refuse_pickle(row: Row, bucket: Bucket) -> None:
@@ -74,6 +80,11 @@ class _Request(NamedTuple):
     def end(self) -> int:
         return max(row.place.offset + row.place.stored for row in self.rows)
 
+    @property
+    def has_small(self) -> bool:
+        """Whether its records are small ones, by their mean."""
+        return sum(row.size for row in self.rows) < _SMALL_RECORD * len(self.rows)
+
 
 #: Called with a row whose bytes the bucket does not have: they are damaged, or gone.
 OnLoss = Callable[[Row, CorruptError | RemoteMissingError], object]
@@ -96,7 +107,6 @@ class BlobFetcher:
         pool: fetches.
         on_loss: receives each row whose bytes are damaged or gone, and the others come all the same; by
             default the error is raised.
-        request_bytes: bytes of neighbouring records that come in one request.
 
     Attributes:
         fetched: bytes that have come.
@@ -109,10 +119,8 @@ class BlobFetcher:
         bucket: Bucket,
         pool: Executor,
         on_loss: OnLoss = _raise,
-        request_bytes: int = REQUEST_BYTES,
     ) -> None:
         self._parts = parts
-        self._request_bytes = request_bytes
         self._on_loss = on_loss
         self._bucket = bucket
         self._pool = pool
@@ -127,7 +135,7 @@ class BlobFetcher:
             RemoteError: the remote cannot be used.
         """
         pending: set[Future[list[tuple[Row, Staged]]]] = set()
-        requests = _requests(wanted, self._request_bytes)
+        requests = _requests(wanted)
         try:
             while True:
                 while len(pending) < _REQUESTS and (request := next(requests, None)) is not None:
@@ -160,19 +168,24 @@ class BlobFetcher:
                 self._on_loss(row, error)
             return []
         self.fetched += len(data)
-        view = memoryview(data)
-        with ExitStack() as undo:
-            staged: list[tuple[Row, Staged]] = []
+        with _decoding if request.has_small else nullcontext():
+            return self._staged_records(request, memoryview(data), key)
+
+    def _staged_records(self, request: _Request, data: memoryview, key: str) -> list[tuple[Row, Staged]]:
+        staged: list[tuple[Row, Staged]] = []
+        try:
             for row in request.rows:
-                at = row.place.offset - start
+                at = row.place.offset - request.start
                 try:
-                    item = self.stage(row, view[at : at + row.place.stored], key)
+                    item = self.stage(row, data[at : at + row.place.stored], key)
                 except (CorruptError, RemoteMissingError) as error:
                     self._on_loss(row, error)
-                    continue
-                staged.append((row, item))
-                undo.callback(item.discard)
-            undo.pop_all()
+                else:
+                    staged.append((row, item))
+        except BaseException:
+            for _, item in staged:
+                item.discard()
+            raise
         return staged
 
     def stage(self, row: Row, stored: memoryview, key: str) -> Staged:
@@ -247,7 +260,7 @@ class BlobFetcher:
         def add_missing(end: int) -> None:
             at = spans[-1][1] if spans else start
             while at < end:
-                stop = min(end, at + self._request_bytes)
+                stop = min(end, at + REQUEST_BYTES)
                 spans.append((at, stop, None))
                 at = stop
 
@@ -376,7 +389,7 @@ def _sound_bytes(fd: int, place: Place) -> int:
     return start
 
 
-def _requests(wanted: Mapping[bytes, Row], most: int) -> Iterator[_Request]:
+def _requests(wanted: Mapping[bytes, Row]) -> Iterator[_Request]:
     """The requests for blobs: one an object, and one for records that lie near each other in a pack."""
     packs: dict[bytes, list[Row]] = defaultdict(list)
     for row in wanted.values():
@@ -391,7 +404,7 @@ def _requests(wanted: Mapping[bytes, Row], most: int) -> Iterator[_Request]:
             if near:
                 end = near[-1].place.offset + near[-1].place.stored
                 far = row.place.offset - end > _GAP
-                if far or row.place.offset + row.place.stored - near[0].place.offset > most:
+                if far or row.place.offset + row.place.stored - near[0].place.offset > _RECORDS_BYTES:
                     yield _Request(digest, near)
                     near = []
             near.append(row)

@@ -50,9 +50,10 @@ from castore.remote.kept_bytes import LARGEST_PART, Part, blob_name
 from castore.remote.keys import object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
 from castore.remote.metered_bucket import open_metered
+from castore.remote.nearby import Nearby, row_of
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import FRAME, Place, Row, frame_of
-from castore.remote.process import open_parts
+from castore.remote.process import look_less_for_cycles, open_parts
 from castore.remote.pull import find_commit
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.result_sharing import Answer, Offers, ResultSharing
@@ -90,6 +91,7 @@ _CALLS = frozenset(
         "ref",
         "pages",
         "blobs",
+        "near_blobs",
         "parts",
         "frames",
         "find_result",
@@ -202,6 +204,11 @@ class _Coming:
                     found.append(future)
         return found, mine
 
+    def has(self, key: Hashable) -> bool:
+        """Whether the key's fetch is under way."""
+        with self._lock:
+            return key in self._futures
+
     def end(self, keys: Iterable[Hashable], error: BaseException | None = None) -> None:
         """Complete the futures of the keys: with None, or with the error why the keys are not there."""
         with self._lock:
@@ -223,6 +230,8 @@ class Fetcher:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._remotes = Remotes(parts.path, parts.settings)
+        self._nearby = Nearby(parts.index)
+        self._looking = threading.Lock()
         self._network = ThreadPoolExecutor(_CONNECTIONS, "network")
         self._work = ThreadPoolExecutor(_WORKERS, "work")
         self._offering = ThreadPoolExecutor(_OFFERS, "offers")
@@ -235,8 +244,14 @@ class Fetcher:
         self.id = uuid.uuid4().hex
         self._coming = _Coming()
 
-    def _source(self, name: str, *, hurries: bool = False) -> _Source:
-        """A remote by its name; one that gives up soon, and for long, for work that could be done without."""
+    def _source(self, name: str, *, hurries: bool = False, is_checked: bool = True) -> _Source:
+        """A remote by its name.
+
+        Args:
+            name: of the remote.
+            hurries: give up soon, and for long: the work could be done without.
+            is_checked: check that the place is a remote.
+        """
         settings = self._remotes.get(name)
         with self._lock:
             source = self._sources.get((name, hurries))
@@ -246,13 +261,18 @@ class Fetcher:
                 )
                 source = _Source(self._parts, settings, self._network, *patience)
                 self._sources[name, hurries] = source
-        source.check()
+        if is_checked:
+            source.check()
         return source
 
     def ref(self, remote: str, ref: str, start: str | None) -> tuple[bytes, bytes, float]:
         """The commit that ``REF`` or ``REF@COMMIT`` means: its digest, its tree, and its time."""
-        source = self._source(remote)
-        digest = source.require(find_commit, source.bucket, ref, start)
+        source = self._source(remote, is_checked=False)
+        is_remote = self._network.submit(source.check)  # meanwhile
+        try:
+            digest = source.require(find_commit, source.bucket, ref, start, source.pages)
+        finally:
+            is_remote.result()
         commit = source.require(source.pages.commit, digest)
         return digest, commit.tree, commit.time
 
@@ -264,7 +284,7 @@ class Fetcher:
             for digest in mine:
                 self._network.submit(self._end, [digest], partial(self._fetch_page, source, digest))
 
-        self._have(pages, pages[:first], begin)
+        _wait(self._begin(pages, pages[:first], begin))
 
     def blobs(self, remote: str, rows: list[list[Any]], first: int) -> None:
         """Have the blobs of rows in the store, whole. The answer comes when the first ones are there.
@@ -276,16 +296,44 @@ class Fetcher:
         """
         source = self._source(remote)
         by_digest = {row[1]: _row(row) for row in rows}
-        waited = [row[1] for row in rows[:first]]
-        known = self._parts.index.blobs_of(list(by_digest))
-        missing = [digest for digest in by_digest if digest not in known or not known[digest].is_here]
+        missing = {digest: by_digest[digest] for digest in self._missing(list(by_digest))}
+        _wait(self._begin_blobs(source, missing, [row[1] for row in rows[:first]]))
 
+    def _missing(self, digests: list[bytes]) -> list[bytes]:
+        known = self._parts.index.blobs_of(digests)
+        return [digest for digest in digests if digest not in known or not known[digest].is_here]
+
+    def near_blobs(self, remote: str, digests: list[bytes]) -> None:
+        """Have blobs in the store that the index has places of, and begin to fetch those near them.
+
+        Args:
+            remote: its name.
+            digests: up to a thousand.
+        """
+        source = self._source(remote)
+        with self._looking:  # else all workers of a loader look for what lies near at the same time
+            found = {
+                digest: place
+                for digest, place in places.of_blobs(self._parts.index, digests).items()
+                if place.remote == remote
+            }
+            missing = self._missing(digests)
+            away = [found[digest] for digest in missing if digest in found]
+            # Those near the others are under way, too.
+            near = self._nearby.of([place for place in away if not self._coming.has(place.digest)])
+            rows = {row.digest: row for row in map(row_of, (*away, *near))}
+            futures = self._begin_blobs(source, rows, [place.digest for place in away])
+        _wait(futures)
+
+    def _begin_blobs(
+        self, source: _Source, rows: dict[bytes, Row], waited: list[bytes]
+    ) -> list[Future[None]]:
         def begin(mine: list[bytes]) -> None:
-            wanted = {digest: by_digest[digest] for digest in mine}
+            wanted = {digest: rows[digest] for digest in mine}
             work = partial(source.require, self._fetch_blobs, source, wanted)
             self._work.submit(self._end, mine, work)
 
-        self._have(missing, waited, begin)
+        return self._begin(rows, waited, begin)
 
     def parts(self, remote: str, digest: bytes, parts: list[list[Any]], first: int) -> None:
         """Have parts of an object in the store. The answer comes when the first ones are there.
@@ -312,7 +360,7 @@ class Fetcher:
                     self._network.submit(self._end, keys, partial(self._fetch_parts, source, digest, near))
 
         waited = set(list(named)[:first])
-        self._have(missing, waited, begin)
+        _wait(self._begin(missing, waited, begin))
 
     def frames(self, remote: str, row: list[Any], first: int) -> bytes:
         """Stored bytes of a blob, from one of its frames on, that are kept nowhere. Their dictionary is.
@@ -438,13 +486,14 @@ class Fetcher:
             renews=not (source.settings.read_only or source.settings.single_writer),
         )
 
-    def _have(self, keys: list[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]) -> None:
-        """Begin what nobody else has begun, and wait for some of it."""
+    def _begin(
+        self, keys: Iterable[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]
+    ) -> list[Future[None]]:
+        """Begin what nobody else has begun; returns the futures of some of it."""
         futures, mine = self._coming.claim(keys, waited)
         if mine:
             begin(mine)
-        for future in futures:
-            future.result()
+        return futures
 
     def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
         """Do some work, and complete the futures of the keys."""
@@ -462,7 +511,7 @@ class Fetcher:
         batch: list[tuple[str, Staged]] = []
         size = 0
         # A damaged blob is no reason to refuse its neighbours.
-        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_loss, _REQUEST_BYTES)
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_loss)
         try:
             with closing(blobs.staged(wanted)) as coming:
                 for row, staged in coming:
@@ -542,6 +591,11 @@ class Fetcher:
         for pool in (self._work, self._offering, self._network):
             pool.shutdown(wait=False, cancel_futures=True)
         self._parts.close()
+
+
+def _wait(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result()
 
 
 def _row(fields: list[Any]) -> Row:
@@ -704,6 +758,7 @@ def main() -> int:
     if os.fork():
         os._exit(0)
     os.setsid()
+    look_less_for_cycles()
     parts = open_parts(store, max_size=None, durable=False)
     try:
         lock = open_with_mode(store / LOCK, os.O_RDWR, parts.settings.file_mode)

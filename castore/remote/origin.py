@@ -26,15 +26,14 @@ from castore.remote.background_work import BackgroundWork
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.kept_bytes import PARTS, WHOLE_LIMIT, bytes_here, drop_parts
 from castore.remote.lazy_reader import LazyReader
-from castore.remote.pack_window import PackWindow
-from castore.remote.pages import Place, Row
+from castore.remote.nearby import row_of
 from castore.remote.unkept_frames import NOT_KEPT, RoomState
 from castore.system.ram_cache import MemoryLRU
 
 log = logging.getLogger("castore")
 
-# Blobs asked for at once; and neighbours that come along: at least so many, and so many for each blob.
-_BATCH, _FEWEST, _SHARE = 500, 8000, 4
+# Blobs asked for at once.
+_BATCH = 500
 
 
 class RemoteOrigin:
@@ -47,7 +46,6 @@ class RemoteOrigin:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._fetcher = FetcherClient(parts.path)
-        self._windows = PackWindow()
         self._background = BackgroundWork()
         self._room = RoomState()
 
@@ -61,15 +59,15 @@ class RemoteOrigin:
                 if large or place.stored <= WHOLE_LIMIT:
                     by_remote[place.remote].append(place)
             for remote, wanted in by_remote.items():
-                self._fetch(remote, [*wanted, *self._neighbours(wanted)], first=len(wanted))
-                drop_parts(self._parts.index, [_row(place).place for place in wanted])
+                self._fetch(remote, [place.digest for place in wanted])
+                drop_parts(self._parts.index, [row_of(place).place for place in wanted])
 
     def describe(self, digest: bytes) -> dict[str, str]:
         """See `Origin`."""
         place = places.of_blobs(self._parts.index, [digest]).get(digest)
         if place is None:
             return {}
-        here = bytes_here(self._parts.index, _row(place).place)
+        here = bytes_here(self._parts.index, row_of(place).place)
         return {"stored": str(place.stored), "remote": place.remote, "here": str(here)}
 
     def partly_here(self) -> set[bytes]:
@@ -85,7 +83,7 @@ class RemoteOrigin:
                 return None
         self._require_writable(place.remote)
         ahead = self._background.submit
-        return LazyReader(self._parts, self._fetcher, ahead, place.remote, _row(place), cache, self._room)
+        return LazyReader(self._parts, self._fetcher, ahead, place.remote, row_of(place), cache, self._room)
 
     def _place(self, digest: bytes) -> RemotePlace:
         place = places.of_blobs(self._parts.index, [digest]).get(digest)
@@ -93,27 +91,11 @@ class RemoteOrigin:
             raise FileNotFoundError(f"the index does not say where the bytes of blob {digest.hex()} are")
         return place
 
-    def _neighbours(self, wanted: list[RemotePlace]) -> list[RemotePlace]:
-        """Blobs that lie near others in their packs: they were pushed together, and are read together."""
-        found: dict[bytes, RemotePlace] = {}
-        room = max(_FEWEST, _SHARE * len(wanted))
-        seen: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
-        for place in wanted:
-            covered = seen[place.object]
-            if place.offset and room > 0 and not any(start <= place.offset < end for start, end in covered):
-                covered.append(self._windows.around(place.object, place.offset))
-                near = places.near(self._parts.index, place, *covered[-1], room)
-                room -= len(near)
-                found |= {other.digest: other for other in near}
-        for place in wanted:
-            found.pop(place.digest, None)
-        return list(found.values())
-
-    def _fetch(self, remote: str, some: list[RemotePlace], first: int) -> None:
+    def _fetch(self, remote: str, digests: list[bytes]) -> None:
         self._require_writable(remote)
         try:
             with _misses(remote):
-                self._fetcher.call("blobs", remote=remote, rows=[_row(place) for place in some], first=first)
+                self._fetcher.call("near_blobs", remote=remote, digests=digests)
         except NOT_KEPT as error:
             self._room.note(error)
             raise
@@ -140,9 +122,3 @@ def _misses(remote: str) -> Iterator[None]:
         raise FileNotFoundError(f"remote {remote!r} has lost bytes: {error}; {advice}") from error
     except NotFoundError as error:
         raise RemoteError(f"bytes are only in remote {remote!r}, and {error}") from error
-
-
-def _row(place: RemotePlace) -> Row:
-    where = Place(place.object, place.offset, place.stored, place.codec, place.frames)
-    name = f"blob {place.digest.hex()}"
-    return Row(name, place.digest, place.size, "bytes", None, 0.0, None, where)

@@ -24,7 +24,7 @@ from castore.errors import (
 )
 from castore.remote import commits
 from castore.remote.bucket import Bucket
-from castore.remote.commits import Commit
+from castore.remote.commits import Commit, Ref
 from castore.remote.keys import COMMITS, commit_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
@@ -113,6 +113,18 @@ class PageCache:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+    def take(self, ref: Ref) -> None:
+        """Put into the cache what a ref carries, if it is what the ref points at."""
+        if ref.carried is None:
+            return
+        commit, root = ref.carried
+        if digest_of(commit) != ref.commit:
+            return
+        tree = commits.parse_commit(commit, ref.commit, self._bucket).tree
+        for digest, data in ((ref.commit, commit), (tree, root)):
+            if digest_of(data) == digest and not os.path.exists(self._path(digest)):
+                self.keep(digest, data)
 
     def commit(self, digest: bytes) -> Commit:
         """A commit, from the cache or from the bucket.

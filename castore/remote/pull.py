@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from operator import itemgetter
@@ -75,11 +75,13 @@ class _Plan(NamedTuple):
     expired: int
 
 
-def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
+def find_commit(bucket: Bucket, ref: str, start: str | None, pages: PageCache) -> bytes:
     """The commit that ``REF`` or ``REF@COMMIT`` means.
 
     Args:
+        bucket: has the history.
         ref: the ref.
+        pages: receives what the ref carries of its newest commit.
         start: at least six of the first digits of a commit in its history, or None for the newest.
 
     Raises:
@@ -91,6 +93,7 @@ def find_commit(bucket: Bucket, ref: str, start: str | None) -> bytes:
     if seen is None:
         others = ", ".join(commits.list_refs(bucket)[:10]) or "none"
         raise RemoteMissingError(f"{bucket.url} has no ref {ref!r}; its refs: {others}")
+    pages.take(seen)
     if start is None:
         return seen.commit
     check_commit(start)
@@ -122,6 +125,7 @@ def pull(
     replace: bool,
     lazy: str | None,
     base: Base,
+    require_remote: Callable[[], object],
     progress: Progress,
 ) -> Pulled:
     """Bring the names of a commit at and below ``prefix`` into the store.
@@ -135,6 +139,8 @@ def pull(
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
             brings the bytes, too.
         base: of the ref; the next one is kept there.
+        require_remote: raises what shows that the place is no remote. The ref is read first, since the answer
+            to that may still be on its way.
 
     Raises:
         ConflictError: names have changed both here and in the commit since ``base``.
@@ -146,9 +152,12 @@ def pull(
         FullError: they do not fit into the budget.
     """
     parts.index.require_writable()
-    commit = find_commit(bucket, ref, start)
+    try:
+        commit = find_commit(bucket, ref, start, pages)
+    finally:
+        require_remote()
     tree = Tree(pages.commit(commit).tree, pages.read, pages.expect)
-    newest = commit if start is None else find_commit(bucket, ref, None)
+    newest = commit if start is None else find_commit(bucket, ref, None, pages)
     before = base.tree(bucket, newest, parts, pages)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)

@@ -140,7 +140,8 @@ def push(
             guard.begin()
             sender.forget()
             return None
-        if not commits.move_ref(bucket, ref, seen, digest_of(commit), time.time()):
+        carried = commit, pages.read(root)
+        if not commits.move_ref(bucket, ref, seen, digest_of(commit), time.time(), carried):
             return None
         base.keep(next_base)
         counts = (plan.added, plan.changed, plan.removed, sender.sent, sender.objects, plan.gone)

@@ -40,7 +40,7 @@ from castore.remote.fetcher_client import FetcherClient
 from castore.remote.keys import FOLDERS
 from castore.remote.metered_bucket import open_metered
 from castore.remote.page_cache import PageCache
-from castore.remote.process import open_parts
+from castore.remote.process import look_less_for_cycles, open_parts
 from castore.remote.pull import find_commit, pull
 from castore.remote.remotes import Remotes
 from castore.remote.retries import ENDED
@@ -168,6 +168,7 @@ class _Call:
     def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
             BackgroundWork().submit(partial(FetcherClient(self.parts.path).prepare, remote))
+        is_remote = self.pool.submit(marker.check, self.bucket)
         with self._alone(remote, ref):
             return pull(
                 self.parts,
@@ -178,6 +179,7 @@ class _Call:
                 below=below,
                 lazy=remote if lazy else None,
                 base=Base(self.remotes, remote, ref, below),
+                require_remote=is_remote.result,
                 progress=_Progress(),
                 **options,
             )._asdict()
@@ -215,7 +217,7 @@ class _Call:
 
     def log(self, ref: str, start: str | None, limit: int) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        first = find_commit(self.bucket, ref, start)
+        first = find_commit(self.bucket, ref, start, self.pages)
         try:
             for digest, commit in commits.history(self.bucket, first):
                 fields = {
@@ -232,7 +234,7 @@ class _Call:
     def diff(self, old: tuple[str, str | None], new: tuple[str, str | None], prefix: str) -> list[Any]:
         trees = [
             Tree(
-                commits.read_commit(self.bucket, find_commit(self.bucket, *side)).tree,
+                commits.read_commit(self.bucket, find_commit(self.bucket, *side, self.pages)).tree,
                 self.pages.read,
                 self.pages.expect,
             )
@@ -310,6 +312,7 @@ def _serve() -> int:
             return 1
         line += piece
     request = json.loads(line)
+    look_less_for_cycles()
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         _send({"result": _do(request)})
@@ -331,7 +334,7 @@ def _do(request: dict[str, Any]) -> Any:
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             bucket = _bucket(parts, request)
-            if request["call"] != "prepare":
+            if request["call"] not in ("prepare", "pull"):  # these do it themselves
                 marker.check(bucket)  # a file system that is not mounted must not look like an empty remote
             call: Callable[..., Any] = getattr(_Call(parts, bucket, pool), request["call"])
             return call(**request["arguments"])

@@ -60,7 +60,7 @@ class Node:
         return pull(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start, prefix=prefix,
             below=below, replace=replace, lazy=lazy, base=Base(self.remotes, "team", ref, below),
-            progress=lambda *bytes_: self.seen.append(bytes_),
+            require_remote=lambda: None, progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
 
     def contents(self) -> Contents:

@@ -22,7 +22,7 @@ from castore import (
 )
 from castore.remote.urls import open_bucket
 from tests.helpers import flip, noise
-from tests.remote.nodes import know, move
+from tests.remote.nodes import forget_carried, know, move
 from tests.remote.servers import READER, READERS_SECRET, Place, environment
 from tests.remote.test_transfer import ENVIRONMENT
 
@@ -136,6 +136,7 @@ def test_a_store_without_the_lost_pages_names_them_and_counts_no_orphans(
             os.truncate(path, path.stat().st_size // 2)
         else:
             flip(path, path.stat().st_size // 2)
+    forget_carried(bucket)
     with Store(tmp_path / "other", memory=0) as other:
         team = know(other, "team", remote.url)
         checked = team.check()
@@ -162,6 +163,7 @@ def test_the_newest_commit_comes_back_from_a_store_that_has_read_it(
         [newest] = team.log()
         path = bucket / "commits" / newest.commit
         path.unlink() if how == "gone" else path.write_bytes(b"{}")
+        forget_carried(bucket)
         stranger = know(Store(tmp_path / "stranger", memory=0), "team", remote.url)
         with pytest.raises((CorruptError, RemoteMissingError), match=newest.commit):
             stranger.pull()

@@ -31,7 +31,18 @@ from castore.system.local_sockets import address
 from castore_fuse import MountError
 from tests.helpers import agrees_with_disk, flip, in_processes, noise
 from tests.mount.conftest import forget_pages, until
-from tests.remote.nodes import CONTENTS, ask_once, end_fetcher, fails, fetchers, here, know, node, read
+from tests.remote.nodes import (
+    CONTENTS,
+    ask_once,
+    end_fetcher,
+    fails,
+    fetchers,
+    forget_carried,
+    here,
+    know,
+    node,
+    read,
+)
 from tests.remote.proxy import LOST_REQUEST, Proxy, answer, cut, proxy, stall
 from tests.remote.servers import Place, environment
 
@@ -291,6 +302,7 @@ def test_swapped_and_cut_objects_give_an_error(other: Store, copied: Path) -> No
 def test_a_tree_that_lies_gives_an_error(other: Store, copied: Path) -> None:
     for path in (copied / "trees").iterdir():
         flip(path, path.stat().st_size // 2)
+    forget_carried(copied)
     with castore_fuse.mounted(other, remote="team") as root:
         assert fails(lambda: os.listdir(root))
         assert fails((root / "one").read_bytes)
@@ -357,10 +369,12 @@ def test_the_fetcher_survives_nonsense(other: Store) -> None:
         "nothing": {},
         "pages": {"remote": "team"},
         "blobs": {"remote": "team", "rows": [1]},
+        "near_blobs": {"remote": "team", "digests": [1.5, []]},
     }
     for call, fields in nonsense_calls.items():
         with pytest.raises(RemoteError, match="fetcher"):
             client.call(call, **fields)
+    assert client.call("near_blobs", remote="team", digests=[bytes(32), b""]) is None
     frame = FRAME.pack(1 << 31, bytes(16))
     for digest, part in [
         (bytes(32), (0, 1 << 31, 0, frame)),  # more than anybody has memory for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -36,6 +38,7 @@ from castore.watch.entry_sources import source_of
 from tests.clocks import pass_time
 from tests.helpers import agrees_with_disk, flip, mixed, noise, records, text
 from tests.remote.conftest import MakeNode
+from tests.remote.nodes import forget_carried
 
 SIZES = (0, 1, 100, 5_000, 16_000, 20_000, 262_144, 262_145, 900_000, 3_000_000)
 CODECS = ("auto", "zstd", "lz4", "gzip", "none")
@@ -531,11 +534,76 @@ def test_flipped_bits_in_a_bucket_are_errors_and_name_nothing(node: MakeNode, fo
     one.push()
     assert isinstance(one.bucket, FolderBucket)
     flip_object(one.bucket, folder)
+    forget_carried(one.bucket.folder)
     with pytest.raises((CorruptError, RemoteError), match=r"damaged|another digest"):
         two.pull()
     wrong = {name for name, data in two.contents().items() if data != one.store.get(name)}
     assert not wrong
     assert two.store.verify().bad == []
+
+
+# Bytes that a ref carries
+
+
+def ref_file(bucket: FolderBucket) -> Path:
+    return max((bucket.folder / "refs" / "main~").iterdir())
+
+
+@pytest.mark.parametrize("lazy", [None, "team"])
+def test_a_ref_carries_its_commit_and_the_root_of_its_tree(node: MakeNode, lazy: str | None) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("a", b"x")
+    pushed = one.push(note="é")
+    assert isinstance(one.bucket, FolderBucket)
+    for folder in ("trees", "commits"):
+        [path] = (one.bucket.folder / folder).iterdir()
+        path.unlink()
+    assert two.pull(lazy=lazy).commit == pushed.commit
+    assert [entry.name for entry in two.store.entries()] == ["a"]
+
+
+def test_a_ref_carries_no_long_note(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("a", b"x")
+    one.push(note="x" * 60_000)
+    assert isinstance(one.bucket, FolderBucket)
+    assert ref_file(one.bucket).stat().st_size < 1000
+    assert two.pull().added == 1
+    one.store.put("b", b"y")
+    one.push()
+    assert ref_file(one.bucket).stat().st_size > 500
+    assert two.pull().added == 1
+
+
+def test_what_a_ref_carries_counts_if_its_digests_are_right_alone(node: MakeNode, bucket: Bucket) -> None:
+    one = node("one")
+    one.store.put("a", b"x")
+    one.push(ref="other")
+    other = read_fields(bucket, "other")
+    one.store.put("a", b"right")
+    one.push()
+    honest = read_fields(bucket, "main")
+    assert isinstance(bucket, FolderBucket)
+    path = ref_file(bucket)
+    lies: list[dict[str, Any]] = [
+        {"commit_bytes": other["commit_bytes"]},
+        {"root_bytes": other["root_bytes"]},
+        {"commit_bytes": other["commit_bytes"], "root_bytes": other["root_bytes"]},
+        {"commit_bytes": "no base64 =", "root_bytes": "é"},
+        {"commit_bytes": 1, "root_bytes": None},
+        {"commit_bytes": [], "root_bytes": {}},
+        {"commit_bytes": "", "root_bytes": ""},
+    ]
+    for number, lie in enumerate(lies):
+        path.write_text(json.dumps(honest | lie))
+        two = node(f"two-{number}")
+        assert two.pull().added == 1, lie
+        assert two.contents() == {"a": b"right"}, lie
+
+
+def read_fields(bucket: Bucket, ref: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(bucket.get(f"refs/{ref}").data)
+    return fields
 
 
 @pytest.mark.parametrize("harm", ["truncated", "gone"])

@@ -83,7 +83,7 @@ class Cast:
             pull(
                 self.reader.parts, bucket, self._pages(self.reader, bucket), Inline(), ref=ref, start=None,
                 prefix="", below="", replace=True, lazy=None, base=self._base(world, -1, ref),
-                progress=lambda *bytes_: None,
+                require_remote=lambda: None, progress=lambda *bytes_: None,
             )  # fmt: skip
 
     def close(self) -> None:

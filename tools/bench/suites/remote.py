@@ -53,9 +53,9 @@ ABOUT = (
     "Samples are Python source of 20 KB each, which mosaicml-streaming and litdata keep in zstd too, in "
     "chunks of 8 MB (their default is 64 MB, which would be few chunks of this set). Samples are read by "
     "two workers of a DataLoader in random order: castore's as files of a mount, or a batch by a `get_many` "
-    "after `pull --lazy`. The time of the first epoch includes the mount, the lazy pull, or the opening of "
-    "the streamed dataset, but no imports. All rows begin with the kernel's caches dropped, and pulls and "
-    "reads with a store or a cache that has nothing, unless the row says otherwise."
+    "after a pull, lazy or with all bytes. The time of the first epoch includes the mount, the pull, or the "
+    "opening of the streamed dataset, but no imports. All rows begin with the kernel's caches dropped, and "
+    "pulls and reads with a store or a cache that has nothing, unless the row says otherwise."
 )
 LINK, RCLONE, S3FS = "the link", "rclone mount", "s3fs-fuse"
 _PROCESSES, _WORKERS = 8, 2
@@ -487,7 +487,7 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
             ],
             reference=mosaic,
             cold=True,
-            goals=[Goal(lazy, 1.5, mosaic), Goal(lazy, 1.5, litdata)],
+            goals=[Goal(pulled, 1.5, mosaic), Goal(pulled, 1.5, litdata)],
         )
         ways[local] = streamer("castore-local", True)
         with castore.Store(bench.work / "castore-local" / STORE) as store:
