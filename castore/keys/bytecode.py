@@ -240,6 +240,38 @@ def names_written(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.lru_cache(maxsize=4096)
+def attributes_set_of(code: types.CodeType, variable: str) -> frozenset[str]:
+    """Names of the attributes of a variable's value that code itself assigns, ``+=`` included."""
+    rows = list(single(code))
+
+    def loads_variable(at: int) -> bool:
+        return rows[at].opname in _LOADS_VARIABLE and rows[at].argval == variable
+
+    def reads_in_place(at: int, name: str) -> bool:
+        """Whether ``variable.name += …`` reads here: the variable's load was copied."""
+        row = rows[at]
+        return (
+            row.opname == "LOAD_ATTR"
+            and row.argval == name
+            and rows[at - 1].opname in _COPIES
+            and loads_variable(at - 2)
+        )
+
+    return frozenset(
+        row.argval
+        for at, row in enumerate(rows)
+        if row.opname == "STORE_ATTR"
+        and (
+            loads_variable(at - 1)
+            or (
+                rows[at - 1].opname in ("SWAP", "ROT_TWO")
+                and any(reads_in_place(place, row.argval) for place in range(2, at))
+            )
+        )
+    )
+
+
 def attributes_read(code: types.CodeType) -> frozenset[str]:
     """Names of the attributes and methods that code reads from any object."""
     rows = [row for inner in codes(code) for row in steps(inner)]

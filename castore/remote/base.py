@@ -53,7 +53,7 @@ class Base:
             pages: of the base.
         """
         self._found, self._settled = self._root(bucket, newest), None
-        base = open_base(self._found, pages)
+        base = open_base(self._where_they_part(newest, pages), pages)
         begun = self._remotes.begun_pull(*self._where)
         if begun is None or begun.replaces != self._found:
             return base
@@ -61,6 +61,19 @@ class Base:
             base = self._with_names_of(begun, base, parts, pages)
             self._settled = base.root
         return base
+
+    def _where_they_part(self, newest: bytes | None, pages: PageCache) -> bytes | None:
+        """The root of the base; or of the ref's newest commit, if the ref has gone back to one before.
+
+        Somebody has brought an older version of the ref back, say. Names that came into it since are changes
+        of this store then: nobody has removed or changed them.
+        """
+        if self._found is None or newest is None:
+            return self._found
+        with suppress(CorruptError, RemoteMissingError):
+            if pages.comes_before(newest, self._found):
+                return pages.commit(newest).tree
+        return self._found
 
     def _with_names_of(self, begun: BegunPull, base: Tree | None, parts: Parts, pages: PageCache) -> Tree:
         """The base with the names that an interrupted pull has brought."""

@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from pathlib import Path
 
 from castore import layout
@@ -30,6 +31,8 @@ from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
 from castore.system.temporary import create_temporary, make_folder
 
+# Commits between two of which one is looked for before the other.
+_LONGEST_WAY = 100
 # Commits whose roots are fetched ahead.
 _COMMITS_AHEAD = 8
 _COMMIT = re.compile(f"{COMMITS}[0-9a-f]{{64}}")
@@ -137,6 +140,34 @@ class PageCache:
             data = commits.read_commit_bytes(self._bucket, digest)
             self.keep(digest, data)
         return commits.parse_commit(data, digest, self._bucket)
+
+    def comes_before(self, digest: bytes, tree: bytes) -> bool:
+        """Whether a commit comes before those of a tree, in their history, as far as the cache has any."""
+        first = self.commit(digest)
+        if first.tree == tree:
+            return False
+        later = [commit for commit in self._cached_commits() if commit.tree == tree]
+        # By far most commits are later than those: others have pushed. Their history need not be read.
+        return bool(later) and all(
+            commit.time > first.time and self._has_before(commit, digest) for commit in later
+        )
+
+    def _cached_commits(self) -> Iterator[Commit]:
+        for entry in os.scandir(self._folder) if self._folder.is_dir() else ():
+            with suppress(FileNotFoundError), open(entry.path, "rb") as file:
+                start = file.read(1)
+                if is_commit(start):
+                    data = start + file.read()
+                    digest = digest_of(data)
+                    if digest.hex() == entry.name:
+                        yield commits.parse_commit(data, digest, self._bucket)
+
+    def _has_before(self, commit: Commit, digest: bytes) -> bool:
+        for _ in range(_LONGEST_WAY):
+            if commit.parent is None or commit.parent == digest:
+                return commit.parent == digest
+            commit = self.commit(commit.parent)
+        return False
 
     def whole_commits(self, keys: Iterable[str]) -> dict[bytes, Commit]:
         """The commits of some keys, read from the bucket side by side. Each names but the one before it, so

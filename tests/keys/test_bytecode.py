@@ -12,6 +12,7 @@ import pytest
 from castore.keys.bytecode import (
     Outer,
     attributes_read,
+    attributes_set_of,
     codes,
     handed_on,
     names_written,
@@ -178,3 +179,18 @@ def test_two_variables_that_change_places_change_the_fingerprint() -> None:
         compiled(f"def f(a, b):\n    c, d = a, b\n    return {ending}") for ending in ("c - d", "d - c")
     )
     assert function_fingerprint(one) != function_fingerprint(two)
+
+
+def test_the_attributes_that_code_sets_of_one_variable() -> None:
+    def sets(one: Any, other: Any) -> None:
+        one.a = other.b = 1
+        one.c += 1
+        other.d += 1
+        one.inner.e = 1
+        one.inner.f += 1
+        one.g, other.h = 1, 2
+        one.items[0] = one.read
+        one.i = one.read if other else one.a
+
+    assert attributes_set_of(sets.__code__, "one") == {"a", "c", "g", "i"}
+    assert attributes_set_of(sets.__code__, "other") == {"b", "d", "h"}

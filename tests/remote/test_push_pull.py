@@ -542,6 +542,35 @@ def test_flipped_bits_in_a_bucket_are_errors_and_name_nothing(node: MakeNode, fo
     assert two.store.verify().bad == []
 
 
+# A ref that goes back
+
+
+def test_a_ref_that_goes_back_loses_no_change_of_the_store_that_made_it(node: MakeNode) -> None:
+    """Regression: a pull took the older bytes for a change of the ref, and overwrote the newer ones."""
+    one, two = node("one"), node("two")
+    one.store.put("x", b"1")
+    one.store.put("k", b"k")
+    one.push()
+    one.store.put("x", b"2")
+    one.store.put("n", b"n")
+    one.push()
+    two.pull()
+    assert isinstance(one.bucket, FolderBucket)
+    ref_file(one.bucket).unlink()
+    for other in (one, two):
+        pulled = other.pull()
+        assert (pulled.added, pulled.changed) == (0, 0)
+        assert other.contents() == {"x": b"2", "k": b"k", "n": b"n"}
+    one.store.put("x", b"3")
+    pushed = one.push()
+    assert (pushed.added, pushed.changed, pushed.removed) == (1, 1, 0)
+    three = node("three")
+    three.pull()
+    assert three.contents() == one.contents()
+    with pytest.raises(ConflictError):  # its bytes of "x" are in no commit of the ref any more
+        two.pull()
+
+
 # Bytes that a ref carries
 
 

@@ -243,7 +243,7 @@ def _field_names(value: Any) -> dict[str, list[str]]:
         return {"fields": [*value._names]}
     if is_dataclass(type(value)):
         return {"fields": [field.name for field in fields(value)]}
-    return {"fields": [*value._fields]} if hasattr(value, "_fields") else {}
+    return {"fields": [*value._fields]} if isinstance(value, tuple) and hasattr(value, "_fields") else {}
 
 
 @cache

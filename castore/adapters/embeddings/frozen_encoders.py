@@ -113,6 +113,7 @@ class ChangeDetector:
 
     def note(self) -> None:
         """Take the present state as the one to compare with."""
+        self._is_copy = False
         self._outside = _function_values(self._encoder)
         self._weights = _weights(self._encoder)
         self._write_states = _write_states(self._weights)
@@ -124,6 +125,8 @@ class ChangeDetector:
             thorough: also notice other weights in the place of these, and take an encoder without weights as
                 changed.
         """
+        if self._is_copy:
+            return True
         outside = _function_values(self._encoder)
         if any(outside.get(name) is not value for name, value in self._outside.items()):
             return True
@@ -131,8 +134,8 @@ class ChangeDetector:
         return (thorough and not weights) or _write_states(weights) != self._write_states
 
     def __getstate__(self) -> dict[str, Any]:
-        # In another process everything has another address.
-        return {"_encoder": self._encoder, "_outside": {}, "_weights": [], "_write_states": []}
+        # In a copy, and in another process, everything has another address: nothing is known of its state.
+        return {"_encoder": self._encoder, "_is_copy": True}
 
 
 def _function_values(encoder: Any) -> dict[str, Any]:

@@ -28,6 +28,11 @@ _MOVES = {
 }  # fmt: skip
 #: Those of them that keep every row in its place.
 _MOVES_WHOLE = {"to", "cuda", "clone", "detach", "contiguous"}
+#: The place of the dimension among the arguments of those that have one.
+_DIMENSION = {
+    "index_select": 1, "narrow": 1, "split": 2, "chunk": 2, "unbind": 1, "cat": 1, "concat": 1,
+    "concatenate": 1,
+}  # fmt: skip
 _DESCRIBES = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr",
     "get_device",
@@ -98,6 +103,8 @@ class Keys(torch.Tensor):
             if name in _DESCRIBES:
                 return func(*args, **kwargs)
             if name in _MOVES:
+                if not _is_along_rows(name, args, kwargs):
+                    raise _refusal_error(f"{name} beyond the first dimension")
                 result = _as_keys(func(*args, **kwargs), name)
                 if name in _MOVES_WHOLE and result.device.type != "cpu":
                     source: Keys = args[0] if args else kwargs["input"]
@@ -115,6 +122,22 @@ class Keys(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"Keys({self.tolist()})"
+
+
+def _is_along_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a move treats rows alone. Features have other dimensions than the Keys in their place, so a
+    part of each row would be another thing.
+    """
+    if name == "__getitem__":
+        first, *others = args[1] if isinstance(args[1], tuple) and args[1] else (args[1],)
+        return first is not Ellipsis and all(
+            other is Ellipsis or (isinstance(other, slice) and other == slice(None)) for other in others
+        )
+    place = _DIMENSION.get(name)
+    if place is None:
+        return True
+    given = args[place] if len(args) > place else kwargs.get("dim", kwargs.get("axis", 0))
+    return bool(given == 0)
 
 
 def _as_keys(result: Any, name: str) -> Any:

@@ -171,6 +171,7 @@ def _make_stand_ins(
             continue
         there = get_encoder(model, name)
         if isinstance(there, CachedEncoder):
+            _check_same_mask(there, config.masks.get(name), name)
             there.refresh_digest()
         else:
             there = CachedEncoder(there, _without_folder(config), name=name, store=store)
@@ -178,6 +179,16 @@ def _make_stand_ins(
             taken.append(there.column)
         made[name] = there
     return made
+
+
+def _check_same_mask(there: CachedEncoder, mask: str | None, name: str) -> None:
+    """Check that an encoder which was cached before has the mask that is now given for it."""
+    before = there.config.masks.get(there.name)
+    if before != mask:
+        raise InvalidValueError(
+            f"the encoder {name!r} is cached already, with masks={before!r}, and keeps that; give the same"
+            f" now, not {mask!r}, or make the model anew"
+        )
 
 
 def _without_folder(config: CacheConfig) -> CacheConfig:

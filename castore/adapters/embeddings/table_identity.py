@@ -9,7 +9,7 @@ anything without a stable hash is an UnhashableError with the remedy.
 
 from __future__ import annotations
 
-import dis
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +20,7 @@ from torch import nn
 
 from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import InvalidValueError, UnhashableError
+from castore.keys.bytecode import attributes_set_of
 from castore.keys.encoder import Encoder
 from castore.keys.encoder import key as key_of_config
 from castore.keys.functions import orders, uncompiled
@@ -45,6 +46,7 @@ _MODULE_NOISE = {
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
     "_compiled_call_impl", "_is_torch_compile", "_compile_kwargs", "__overloads__",
+    "_flat_weight_refs",
 }  # fmt: skip
 # Bookkeeping of transformers and sentence_transformers, and the place from which a model was loaded.
 _LIBRARY_NOISE = frozenset({
@@ -208,7 +210,7 @@ _MODELS = Rules(_held, OBJECTS, orders=orders, left_out=_LIBRARY_NOISE)
 
 def _assigned_attributes(function: Any) -> set[str]:
     """Attributes of ``self`` that a method assigns."""
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, types.CodeType):
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if not isinstance(code, types.CodeType) or not code.co_argcount:
         return set()
-    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+    return set(attributes_set_of(code, code.co_varnames[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -311,3 +312,91 @@ def test_a_copy_and_a_pickle_look_up_the_same(store: Store) -> None:
 def test_keys_of_another_model_are_refused(store: Store) -> None:
     with pytest.raises(InvalidValueError, match="keys of several tables, or of another model"):
         CachedEncoder(Encoder(), store=store)(Keys.of(torch.zeros(2, 1, dtype=torch.int64)))
+
+
+class Scaled(Encoder):
+    """Writes to an attribute that another object has, too."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = SimpleNamespace()
+        out.scale = 1.0
+        out.scale += 1.0
+        return super().forward(x) * self.scale
+
+
+def test_an_attribute_counts_though_forward_sets_it_of_another_object(store: Store) -> None:
+    """Regression: two encoders of other scales shared their embeddings."""
+    for scale in (1.0, 2.0):
+        assert torch.equal(CachedEncoder(Scaled(scale), store=store)(features(3)), Scaled(scale)(features(3)))
+
+
+class Counting(Encoder):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.encoded += len(x)
+        return torch.tanh(self.layer(x))
+
+
+def test_a_counter_of_a_decorated_forward_does_not_count(store: Store) -> None:
+    raw = Counting()
+    for _ in range(2):
+        CachedEncoder(raw, store=store)(features(5))
+    assert raw.encoded == 5
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_cached(store: Store, kind: Any) -> None:
+    """Regression: their weak references to their own weights had no stable hash."""
+
+    class States(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.layer = kind(4, 3, batch_first=True)
+            self.requires_grad_(False).eval()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layer(x)[0]
+
+    x = torch.arange(40.0).reshape(2, 5, 4) / 40
+    for seed in (0, 0, 1):
+        assert torch.allclose(CachedEncoder(States(seed), store=store)(x), States(seed)(x), atol=1e-6)
+    assert CachedEncoder(States(0), store=store).digest == CachedEncoder(States(0), store=store).digest
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_notices_that_its_weights_change(store: Store, copied: Any) -> None:
+    """Regression: a copy gave the embeddings of the weights that it had before."""
+    encode = CachedEncoder(Encoder(), store=store)
+    encode(features(4))
+    copy_of = copied(encode)
+    assert torch.equal(copy_of(features(4)), Encoder()(features(4)))
+    assert copy_of.encoder.encoded == 4, "the copy of the encoder has encoded nothing"
+    changed = copied(encode)
+    with torch.no_grad():
+        changed.encoder.layer.weight.mul_(2)
+    assert torch.equal(changed(features(4)), changed.encoder(features(4)))
+    trained = copied(encode)
+    trained.encoder.requires_grad_(True)
+    with pytest.raises(InvalidValueError, match="requires grad"):
+        trained(features(4))
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose missing attributes are missing keys."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Named(Encoder):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Attributes(feat=super().forward(x))
+
+
+def test_a_dict_that_gives_its_keys_as_attributes_is_a_dict(store: Store) -> None:
+    """Regression: the question for fields of a named tuple was a KeyError."""
+    assert torch.equal(CachedEncoder(Named(), store=store)(features(3))["feat"], Encoder()(features(3)))

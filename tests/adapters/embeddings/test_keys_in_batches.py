@@ -31,6 +31,10 @@ KEYS = Keys.of(torch.arange(6).reshape(3, 2))
         lambda keys: pickle.loads(pickle.dumps(keys)),
         copy.deepcopy,
         lambda keys: keys.index_select(0, torch.tensor([1])),
+        lambda keys: keys[1:, :],
+        lambda keys: keys[torch.tensor([True, False, True]), ...],
+        lambda keys: keys.narrow(0, 1, 2),
+        lambda keys: torch.cat([keys, keys], dim=0),
     ],
 )
 def test_what_moves_keys_gives_keys(move: Callable[[Any], Any]) -> None:
@@ -63,6 +67,17 @@ def test_keys_tell_their_shape_and_device() -> None:
         lambda keys: keys.zero_(),
         lambda keys: torch.stack([keys, keys]),
         lambda keys: keys == 3,
+        # Of features these are other things than of the Keys in their place.
+        lambda keys: keys[:, :1],
+        lambda keys: keys[..., :1],
+        lambda keys: keys[:, [0]],
+        lambda keys: keys.narrow(1, 0, 1),
+        lambda keys: keys.split(1, 1)[0],
+        lambda keys: keys.chunk(2, dim=1)[0],
+        lambda keys: keys.unbind(dim=-1)[0],
+        lambda keys: keys.index_select(1, torch.tensor([0])),
+        lambda keys: torch.cat([keys, keys], 1),
+        lambda keys: torch.cat([keys, keys], dim=-1),
     ],
 )
 def test_what_computes_with_keys_is_refused(compute: Callable[[Any], Any]) -> None:
