@@ -230,7 +230,7 @@ class Fetcher:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._remotes = Remotes(parts.path, parts.settings)
-        self._nearby = Nearby(parts.index)
+        self._nearby = Nearby(parts)
         self._looking = threading.Lock()
         self._network = ThreadPoolExecutor(_CONNECTIONS, "network")
         self._work = ThreadPoolExecutor(_WORKERS, "work")

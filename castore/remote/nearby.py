@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from castore.index import places
-from castore.index.database import Index
 from castore.index.places import RemotePlace
+from castore.parts import Parts
 from castore.remote.pack_window import PackWindow
 from castore.remote.pages import Place, Row
 
@@ -22,12 +22,12 @@ class Nearby:
     """Finds them. Threads may share it.
 
     Args:
-        index: of the store.
+        parts: of the store.
     """
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._windows = PackWindow()
+    def __init__(self, parts: Parts) -> None:
+        self._index = parts.index
+        self._windows = PackWindow(parts)
 
     def of(self, wanted: Sequence[RemotePlace]) -> list[RemotePlace]:
         """The places near those that are wanted, without these. Counts a miss in each pack."""

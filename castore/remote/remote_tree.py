@@ -106,7 +106,7 @@ class RemoteTree:
         self._is_following = is_following
         self._fetcher = FetcherClient(parts.path)
         self._decoded: MemoryLRU[Page] = MemoryLRU(_PAGE_BYTES, _measure)
-        self._windows = PackWindow()
+        self._windows = PackWindow(parts)
         self._known = Remotes(parts.path, parts.settings)
         found = self._find(commit)
         self.time = found.time

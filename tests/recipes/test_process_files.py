@@ -22,6 +22,7 @@ import pytest
 from castore import Store
 from castore.adapters.datasets import background
 from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.private_copies import private_copy
 from castore.errors import CacheWarning, CastoreError, FullError, InvalidValueError, NotFoundError
 from castore.recipes import export, runner, sources
 from castore.recipes.recipe import Recipe
@@ -543,6 +544,7 @@ def test_the_second_time_the_source_is_not_read_before_it_is_looked_at(opened: C
         copy.deepcopy,
         lambda d: pickle.loads(pickle.dumps(d)),
         lambda d: datasets.concatenate_datasets([d, d]),
+        private_copy,  # of the result of a function that returns None
     ],
 )
 def test_a_lazy_dataset_is_used_like_any_other(opened: Callable[[], Any], use: Callable[[Any], Any]) -> None:

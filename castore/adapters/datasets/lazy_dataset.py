@@ -61,6 +61,10 @@ class LazyDataset(datasets.Dataset):  # type: ignore[misc]
             self._loaded = self.read()._data
         return self._loaded
 
+    @_data.setter
+    def _data(self, table: Any) -> None:  # of a private copy, whose rows nobody else has
+        self._loaded = table
+
     @property
     def is_read(self) -> bool:
         """Whether the rows have been read."""
