@@ -655,6 +655,7 @@ class _Server:
             except TimeoutError:
                 if self._is_over():
                     break
+                self._fetcher.flush()  # what came since the last answer, so that `castore stat` has it soon
                 continue
             except OSError:  # nobody listens any more: see `_stop_listening`
                 self._is_refused.wait()

@@ -288,19 +288,43 @@ class RestOfBatch:
                 )
             self.leaves.append(leaf)
 
-    def take(self, batch: Any) -> dict[str, Any]:
+    def take(self, batch: Any, size: int) -> dict[str, Any]:
         """The values of a batch's items: tensors (B, ...), and lists of texts, bytes, numbers or tensors.
 
+        The layout was learnt from a few samples, so it is a guess, which each batch may show to be wrong.
+
+        Args:
+            batch: the batch.
+            size: number of its items.
+
         Raises:
-            InvalidValueError: the tensors of an item have other sizes than in the batches before.
+            InvalidValueError: the tensors of an item have other sizes than in the batches before, or a part
+                has not one element an item, or is another one than in those samples.
         """
         values: list[Any] = []
 
         def keep(leaf: Any, value: Any) -> None:
             if isinstance(leaf, PerItem):
+                if len(value) != size:
+                    raise InvalidValueError(
+                        f"the labels cannot be cached: a batch of {size} items has {_describe(value)} of"
+                        f" {len(value)} elements; {_ADVICE}"
+                    )
                 values.append(_to_stored(leaf, value))
+            elif not isinstance(leaf, _Hole) and not is_same(leaf, value):
+                raise InvalidValueError(
+                    f"the labels cannot be cached: {_describe(value)} has no element for each item, and is"
+                    f" not the same in every batch; {_ADVICE}"
+                )
 
-        map_leaves(self._layout, keep, batch)
+        try:
+            map_leaves(self._layout, keep, batch)
+        except InvalidValueError:
+            raise
+        except (LookupError, TypeError, ValueError) as error:
+            raise InvalidValueError(
+                f"the labels cannot be cached: a batch has other parts than the first samples; {_ADVICE}"
+            ) from error
         sides = [value.shape[1:] if isinstance(value, torch.Tensor) else None for value in values]
         if self._item_shapes is None:
             self._item_shapes = sides
@@ -317,9 +341,9 @@ class RestOfBatch:
         Raises:
             InvalidValueError: a label depends on its batch, as when texts are padded to the longest.
         """
-        whole = self.take(one).values()
+        whole = self.take(one, len(others)).values()
         for place, other in enumerate(others):
-            for first, second in zip(whole, self.take(other).values(), strict=True):
+            for first, second in zip(whole, self.take(other, len(others) - 1).values(), strict=True):
                 kept = [number for number in range(len(first)) if number != place]
                 if not is_same(
                     first[kept] if isinstance(first, torch.Tensor) else [first[i] for i in kept], second

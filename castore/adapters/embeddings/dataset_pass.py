@@ -190,8 +190,8 @@ class DatasetPass:
                 filling.add(own, [BatchItem(batch, call, position, size) for position in range(size)])
                 if work.seen is not None:
                     work.seen[source.number].update(dict.fromkeys(own))
+        kept = self._index_values(batch, size, keys)  # also checks what is the same in every batch
         if work.kept is not None:
-            kept = self._index_values(batch, keys)
             work.kept.add(numbers, [BatchItem(kept, 0, position, size) for position in range(size)])
         work.bar.update(size)
 
@@ -296,8 +296,10 @@ class DatasetPass:
     def _all_tables(self) -> list[EmbeddingCache]:
         return [*self.tables, *([] if self.index is None else [self.index])]
 
-    def _index_values(self, batch: Any, keys: Mapping[tuple[int, int], list[bytes]]) -> dict[str, Any]:
-        values = {} if self.rest is None else self.rest.take(batch)
+    def _index_values(
+        self, batch: Any, size: int, keys: Mapping[tuple[int, int], list[bytes]]
+    ) -> dict[str, Any]:
+        values = {} if self.rest is None else self.rest.take(batch, size)
         return values | {key_leaf_name(*place): found for place, found in keys.items()}
 
     def _read_batches(

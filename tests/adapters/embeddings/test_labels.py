@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig
@@ -151,3 +151,35 @@ def test_subsets_and_single_samples_of_a_cached_loader(store: Store) -> None:
     plain = Model()
     encoded = plain.encoder(features()[10 : 10 + BATCH])
     assert torch.equal(model(keys), plain.head(encoded[3:4]))
+
+
+def boxes_of(samples: list[Any]) -> Any:
+    """As a detector's collate has them: one after the other, however many a sample has."""
+    return torch.stack([features()[i] for i in samples]), torch.cat(
+        [torch.full((1 if i < 5 else 2, 1), float(i)) for i in samples]
+    )
+
+
+def longest_of(samples: list[Any]) -> Any:
+    return torch.stack([features()[i] for i in samples]), 5 if max(samples) < 5 else 9
+
+
+def grown_of(samples: list[Any]) -> Any:
+    return torch.stack([features()[i] for i in samples]), [1] * (2 if max(samples) < 5 else 3)
+
+
+@pytest.mark.parametrize(
+    ("collate", "problem"),
+    [
+        (boxes_of, "a batch of 10 items has a Tensor of 15 elements"),
+        (longest_of, "is not the same in every batch"),
+        (grown_of, "has other parts than the first samples"),
+    ],
+)
+def test_labels_that_only_the_first_samples_show_otherwise_are_refused(
+    store: Store, collate: Any, problem: str
+) -> None:
+    """Regression: such labels were those of other items, or of the first batch."""
+    raw: Any = DataLoader(range(30), batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=problem):
+        cached(Model(), raw, store)
