@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -136,15 +137,16 @@ class _Source:
         self._down: tuple[float, str] = (0.0, "")
         self._answered = 0.0
         self._lock = threading.Lock()
-        self._is_checked = False
+        #: Whether the place is known to be a remote.
+        self.is_checked = False
         self.claims = Claims(self.bucket)
 
     def check(self) -> None:
         """Check that the place is a remote, once."""
         with self._lock:
-            if not self._is_checked:
+            if not self.is_checked:
                 self.require(marker.check, self.bucket)
-                self._is_checked = True
+                self.is_checked = True
 
     def require(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Do some work with the bucket.
@@ -268,11 +270,13 @@ class Fetcher:
     def ref(self, remote: str, ref: str, start: str | None) -> tuple[bytes, bytes, float]:
         """The commit that ``REF`` or ``REF@COMMIT`` means: its digest, its tree, and its time."""
         source = self._source(remote, is_checked=False)
-        is_remote = self._network.submit(source.check)  # meanwhile
+        # Meanwhile, unless it was done: all connections may be busy for long.
+        is_remote = None if source.is_checked else self._network.submit(source.check)
         try:
             digest = source.require(find_commit, source.bucket, ref, start, source.pages)
         finally:
-            is_remote.result()
+            if is_remote is not None:
+                is_remote.result()
         commit = source.require(source.pages.commit, digest)
         return digest, commit.tree, commit.time
 
@@ -655,7 +659,8 @@ class _Server:
             except TimeoutError:
                 if self._is_over():
                     break
-                self._fetcher.flush()  # what came since the last answer, so that `castore stat` has it soon
+                with suppress(sqlite3.Error):  # the next reader learns of it
+                    self._fetcher.flush()  # what came since the last answer: `castore stat` has it soon
                 continue
             except OSError:  # nobody listens any more: see `_stop_listening`
                 self._is_refused.wait()

@@ -142,19 +142,18 @@ class PageCache:
         return commits.parse_commit(data, digest, self._bucket)
 
     def comes_before(self, digest: bytes, tree: bytes) -> bool:
-        """Whether a commit comes before those of a tree, in their history, as far as the cache has any."""
+        """Whether a commit comes before one of a tree, in its history, as far as the cache has any."""
         first = self.commit(digest)
         if first.tree == tree:
             return False
         later = [commit for commit in self._cached_commits() if commit.tree == tree]
         # By far most commits are later than those: others have pushed. Their history need not be read.
-        return bool(later) and all(
-            commit.time > first.time and self._has_before(commit, digest) for commit in later
-        )
+        return any(commit.time > first.time and self._has_before(commit, digest) for commit in later)
 
     def _cached_commits(self) -> Iterator[Commit]:
         for entry in os.scandir(self._folder) if self._folder.is_dir() else ():
-            with suppress(FileNotFoundError), open(entry.path, "rb") as file:
+            # A page of the cache may go at any time, and another castore may have written it.
+            with suppress(FileNotFoundError, RemoteError), open(entry.path, "rb") as file:
                 start = file.read(1)
                 if is_commit(start):
                     data = start + file.read()

@@ -554,6 +554,7 @@ def test_a_ref_that_goes_back_loses_no_change_of_the_store_that_made_it(node: Ma
     one.store.put("x", b"2")
     one.store.put("n", b"n")
     one.push()
+    one.push(ref="other")  # a commit of the same tree, with another history
     two.pull()
     assert isinstance(one.bucket, FolderBucket)
     ref_file(one.bucket).unlink()
