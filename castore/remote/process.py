@@ -31,7 +31,7 @@ def open_parts(path: Path, *, max_size: float | str | None, durable: bool) -> Pa
 def look_less_for_cycles() -> None:
     """Have Python look for cycles of garbage after many more new objects than it does by default.
 
-    These processes make thousands of rows at once, and hardly a cycle: a fifth of a fetch went to looking.
+    These processes make thousands of rows at once, and hardly a cycle: a sixth of a fetch went to looking.
     """
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)

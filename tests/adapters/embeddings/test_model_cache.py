@@ -195,3 +195,12 @@ def test_new_items_of_a_named_dataset_cost_only_themselves(store: Store) -> None
     assert fill(data(40), store, named) == 40
     grown = TensorDataset(torch.cat([features(40), features(20, seed=9)]), torch.arange(60) % 3)
     assert fill(grown, store, named) == 20
+
+
+def test_other_masks_for_an_encoder_that_is_cached_already_are_refused(store: Store) -> None:
+    """Regression: they were passed over, but the table was named as if they counted."""
+    model, raw = Model(), loader(data(), shuffle=False)
+    cached(model, raw, store)
+    config = CacheConfig(masks={"encoder": "attention_mask"})
+    with pytest.raises(InvalidValueError, match="cached already, with masks=None"):
+        cache_embeddings(model, raw, encoders="encoder", store=store, config=config)
