@@ -164,9 +164,9 @@ class FilesAbove:
             name: above all names before it, in the order of bytes.
         """
         files = self._open
-        while files and name >= below(files[-1])[1]:
+        while files and name >= files[-1] + "0":  # see `below`
             files.pop()
-        found = next((file for file in files if name.startswith(below(file)[0])), None)
+        found = next((file for file in files if name.startswith(file + "/")), None)
         files.append(name)
         return found
 

@@ -17,6 +17,7 @@ _COMMANDS = (
     "castore.cli.std_streams",
     "castore.store",
     "castore.remote.remote",
+    "castore.remote.calls",
     "castore.remote.transfer",
     "castore.remote.result_sharing",
     "castore.remote.page_trim",

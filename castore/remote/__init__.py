@@ -4,8 +4,8 @@
 (S3, GCS, Azure) are the two kinds. `keys` has the paths in a bucket. `pages` and `tree` keep a table of names
 as immutable pages, `commits` gives a tree its history and its name. `push` (by `send`) and `pull` (by
 `fetch`) move what is missing. `check` finds what is missing or damaged, `collect` removes garbage. `probe`
-finds out what a bucket can do, `remotes` keeps which remotes a store knows, `transfer` is the process that
-does it all, and `remote` its door.
+finds out what a bucket can do, `remotes` keeps which remotes a store knows. `calls` does it all, in the
+process of `transfer`, and `remote` is the door.
 
 Readers have bytes brought by a process that lives longer, the `fetcher`, which `fetcher_client` asks. Readers
 are of two kinds: `remote_tree` shows names of a commit that are not in the index, and `origin` serves names

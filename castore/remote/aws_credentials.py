@@ -5,15 +5,14 @@ its keys from elsewhere (a role, single sign-on, a command) is boto3's business,
 
 Without any credentials obstore asks the machine for a role, with all its patience, and most machines have
 none. Whether anybody is there to ask is found out here, in a second.
+
+A pull waits for each module that is imported here, so those that few need are imported where they are used.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
-from configparser import ConfigParser
-from configparser import Error as ConfigError
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -114,6 +113,8 @@ def _may_have_role() -> bool:
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return False
     place = urlsplit(os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
+    import socket
+
     try:
         socket.create_connection((place.hostname, place.port or 80), timeout=_ROLE_PATIENCE).close()
     except OSError:
@@ -122,15 +123,19 @@ def _may_have_role() -> bool:
 
 
 def _section(path: Path, section: str) -> dict[str, str]:
-    # A secret may hold a percent sign, and no section of these files has defaults for the others.
-    parser = ConfigParser(interpolation=None, default_section="", strict=False)
     try:
-        parser.read_string(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise RemoteDeniedError(f"cannot read {path}: {type(error).__name__}") from None
-    except ConfigError as error:
+    from configparser import ConfigParser, Error
+
+    # A secret may hold a percent sign, and no section of these files has defaults for the others.
+    parser = ConfigParser(interpolation=None, default_section="", strict=False)
+    try:
+        parser.read_string(text)
+    except Error as error:
         # The error's own text quotes the line, which may be the one with the secret.
         raise RemoteDeniedError(f"{path} is no file of AWS profiles: {type(error).__name__}") from None
     return dict(parser[section]) if parser.has_section(section) else {}

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
-from castore.records import Buffer
+if TYPE_CHECKING:
+    from castore.records import Buffer
+
 
 #: Bytes that an object which is read whole into memory may have.
 SMALL = 80 << 20

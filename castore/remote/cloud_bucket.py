@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +29,6 @@ from castore.errors import (
     RemoteMissingError,
     RemoteUnreachableError,
 )
-from castore.records import Buffer
 from castore.remote.aws_credentials import read_profile
 from castore.remote.bucket import SMALL, Listed, Patience, Versioned, pieces
 from castore.remote.retries import Tries
@@ -50,6 +49,8 @@ except ImportError as _missing:
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
+
+    from castore.records import Buffer
 
 _T = TypeVar("_T")
 OnRetry = Callable[[], object]
@@ -217,11 +218,16 @@ class CloudBucket:
         with _translated(self, ""):
             try:
                 self._store = make_store({"max_retries": 0})
-                self._upload_store = make_store(_upload_retries(patience))
             except ValueError:
                 raise RemoteError(
                     f"AWS_CA_BUNDLE, a setting for {url}, names no file of certificates"
                 ) from None
+        self._make_upload_store = partial(make_store, _upload_retries(patience))
+
+    @cached_property
+    def _upload_store(self) -> ObjectStore:
+        """The store of large uploads. It is seldom needed, and to make one reads all certificates."""
+        return self._make_upload_store()
 
     def _tries(self) -> Tries:
         return Tries(self._patience, self._retried)

@@ -40,13 +40,16 @@ from castore.write.staging import LargeBlob, SmallBlob, Staged
 
 #: Bytes of a large object that come in one request.
 REQUEST_BYTES = 8 << 20
-# Bytes of neighbouring records of a pack that come in one request: some are decoded while others are on their
-# way. Bytes between two records that are fetched along; requests under way at once.
-_RECORDS_BYTES, _GAP, _REQUESTS = 2 << 20, 128 << 10, 8
-# Bytes of a record, uncompressed, below which threads that decode at the same time are slower than one alone:
-# they mostly take the interpreter from each other.
-_SMALL_RECORD = 40 << 10
-_decoding = threading.Lock()
+# Bytes of neighbouring records of a pack that come in the first request, and in one at most: each request is
+# longer than the one before. Those that begin together then end one after the other, and are decoded while
+# others are on their way.
+_FIRST_BYTES, _RECORDS_BYTES = 256 << 10, 2 << 20
+# Bytes between two records that are fetched along; requests under way at once.
+_GAP, _REQUESTS = 128 << 10, 8
+# Bytes of a record, uncompressed, below which many threads that decode at the same time are slower than one:
+# they mostly take the interpreter from each other. Two are as fast, and faster where a core is idle.
+_SMALL_RECORD, _FEW = 40 << 10, 2
+_decoding = threading.Semaphore(_FEW)
 
 
 def refuse_pickle(row: Row, bucket: Bucket) -> None:
@@ -203,7 +206,7 @@ class BlobFetcher:
         if (
             len(place.frames) > FRAME.size
             or not place.stored <= PACK_LIMIT
-            or _ends(place)[-1] != place.stored
+            or int.from_bytes(place.frames[:4], "little") != place.stored
         ):
             return self._stage_file(row, key, lambda start: iter([stored[start:]]))
         if frame_of(stored) != place.frames:
@@ -397,6 +400,7 @@ def _requests(wanted: Mapping[bytes, Row]) -> Iterator[_Request]:
             packs[row.place.object].append(row)
         else:
             yield _Request(row.place.object, [row])
+    limit = _FIRST_BYTES
     for digest, rows in packs.items():
         rows.sort(key=lambda row: row.place.offset)
         near: list[Row] = []
@@ -404,8 +408,9 @@ def _requests(wanted: Mapping[bytes, Row]) -> Iterator[_Request]:
             if near:
                 end = near[-1].place.offset + near[-1].place.stored
                 far = row.place.offset - end > _GAP
-                if far or row.place.offset + row.place.stored - near[0].place.offset > _RECORDS_BYTES:
+                if far or row.place.offset + row.place.stored - near[0].place.offset > limit:
                     yield _Request(digest, near)
+                    limit = min(limit + _FIRST_BYTES, _RECORDS_BYTES)
                     near = []
             near.append(row)
         yield _Request(digest, near)

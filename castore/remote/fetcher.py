@@ -48,7 +48,7 @@ from castore.remote.error_values import describe
 from castore.remote.fetch import BlobFetcher
 from castore.remote.fetcher_client import storage_timeout
 from castore.remote.kept_bytes import LARGEST_PART, Part, blob_name
-from castore.remote.keys import object_key
+from castore.remote.keys import SETTINGS, object_key
 from castore.remote.messages import LOCK, SOCKET, receive, send
 from castore.remote.metered_bucket import open_metered
 from castore.remote.nearby import Nearby, row_of
@@ -75,6 +75,8 @@ _T = TypeVar("_T")
 IDLE_SECONDS, DONE_SECONDS = 10.0, 0.5
 # Requests to storage under way at once, and pieces of work that wait for them.
 _CONNECTIONS, _WORKERS = 16, 32
+# Connections that are opened before they are needed.
+_CONNECTIONS_AHEAD = 7
 # Results that are offered at once.
 _OFFERS = 4
 # Bytes of neighbouring parts that come in one request.
@@ -89,6 +91,7 @@ _BACKLOG = 128
 # The methods of `Fetcher` that readers may ask for.
 _CALLS = frozenset(
     (
+        "connect",
         "ref",
         "pages",
         "blobs",
@@ -131,7 +134,10 @@ class _Source:
         mode = (parts.settings.folder_mode, parts.settings.file_mode)
         self.settings = settings
         patience = Patience.within(timeout)
-        self.bucket = open_metered(settings.url, parts.usage, settings.requests, settings.rate, patience)
+        self.bucket = open_metered(
+            settings.url, requests=settings.requests, rate=settings.rate, patience=patience
+        )
+        self.bucket.report_to(parts.usage)
         self._down_seconds = down_seconds
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
@@ -266,6 +272,12 @@ class Fetcher:
         if is_checked:
             source.check()
         return source
+
+    def connect(self, remote: str) -> None:
+        """Be ready for requests that are about to come."""
+        source = self._source(remote, is_checked=False)
+        source.bucket.connect(_CONNECTIONS_AHEAD, SETTINGS)
+        source.check()
 
     def ref(self, remote: str, ref: str, start: str | None) -> tuple[bytes, bytes, float]:
         """The commit that ``REF`` or ``REF@COMMIT`` means: its digest, its tree, and its time."""

@@ -125,7 +125,7 @@ class FetcherClient:
         Raises:
             RemoteError: as for `call`.
         """
-        self.call("pages", remote=remote, pages=[], first=0)
+        self.call("connect", remote=remote)
 
     def abandon(self) -> None:
         """End all requests under way, in any thread, with an error. For an interrupt."""

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from castore.errors import RemoteError, RemoteMissingError
-from castore.read.usage import Usage
-from castore.records import Buffer
 from castore.remote.bucket import Bucket, Listed, Patience, Versioned
 from castore.remote.retries import ENDED
 from castore.remote.urls import open_bucket
+
+if TYPE_CHECKING:
+    from castore.read.usage import Usage
+    from castore.records import Buffer
 
 #: Seconds of silence that a limited link may catch up on.
 BURST_SECONDS = 0.25
@@ -48,17 +52,52 @@ class Link:
 
 
 def open_metered(
-    url: str, usage: Usage, requests: int | None, rate: int | None, patience: Patience | None = None
+    url: str,
+    *,
+    requests: int | None = None,
+    rate: int | None = None,
+    patience: Patience | None = None,
 ) -> MeteredBucket:
     """The bucket that a URL leads to, metered; requests that are tried again are counted, too.
 
     Args:
         url, patience: see `castore.remote.urls.open_bucket`, also for its errors.
-        usage, requests, rate: see `MeteredBucket`.
+        requests, rate: see `MeteredBucket`.
     """
     bucket = open_bucket(url, patience, lambda: metered.count(retries=1))
-    metered = MeteredBucket(bucket, usage, requests, rate)
+    metered = MeteredBucket(bucket, requests, rate)
     return metered
+
+
+class _Answer:
+    """The answer to a request, asked for by a thread of its own that ends with the process.
+
+    A pool of `concurrent.futures` imports `logging`, and a pull waits for each module (transfer.py).
+    """
+
+    def __init__(self, request: Callable[[], Any]) -> None:
+        self._request = request
+        self._found: Any = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            self._found = self._request()
+        except Exception as error:  # noqa: BLE001 (raised to whoever wants the answer)
+            self._error = error
+
+    def result(self) -> Any:
+        """Wait for the answer.
+
+        Raises:
+            Exception: as the request did.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
 
 
 class MeteredBucket:
@@ -66,24 +105,49 @@ class MeteredBucket:
 
     Args:
         bucket: does the work.
-        usage: counts.
         requests: requests at once; None for no bound of its own.
         rate: bytes a second; None for no bound.
     """
 
-    def __init__(self, bucket: Bucket, usage: Usage, requests: int | None, rate: int | None) -> None:
+    def __init__(self, bucket: Bucket, requests: int | None = None, rate: int | None = None) -> None:
         self._bucket = bucket
-        self._usage = usage
+        self._usage: Usage | None = None
+        self._early = Counter[str]()
+        self._ahead: dict[str, _Answer] = {}
+        self._is_limited = requests is not None
         self._turns = threading.Semaphore(requests) if requests is not None else None
         self._link = Link(rate)
         self._lock = threading.Lock()
         self.url = bucket.url
 
+    def report_to(self, usage: Usage) -> None:
+        """Have all counts added to those of a store, also those from before this call."""
+        with self._lock:
+            self._usage = usage
+            early, self._early = self._early, Counter()
+        self.count(**early)
+
     def count(self, **counts: int) -> None:
         """Add to counters of requests."""
         with self._lock:
             for name, count in counts.items():
-                self._usage.counts[f"remote_{name}"] += count
+                if self._usage is None:
+                    self._early[name] += count
+                else:
+                    self._usage.counts[f"remote_{name}"] += count
+
+    def ask_ahead(self, keys: Iterable[str]) -> None:
+        """Ask for small objects now. The next `get` of each has the answer, or raises what came of it."""
+        self._ahead |= {key: _Answer(partial(self._get, key)) for key in keys}
+
+    def connect(self, connections: int, key: str) -> None:
+        """Have connections opened, which later requests use, by asking for the size of an object.
+
+        Does nothing for a folder, or where the requests at once are bounded.
+        """
+        if not self._is_limited and not self.url.startswith("file:"):
+            for _ in range(connections):
+                _Answer(partial(self.size, key))
 
     @contextmanager
     def _request(self, kind: str) -> Iterator[None]:
@@ -104,6 +168,10 @@ class MeteredBucket:
 
     def get(self, key: str) -> Versioned:
         """See `Bucket`."""
+        ahead = self._ahead.pop(key, None)
+        return self._get(key) if ahead is None else ahead.result()
+
+    def _get(self, key: str) -> Versioned:
         with self._request("reads"):
             found = self._bucket.get(key)
         self._receive(len(found.data))

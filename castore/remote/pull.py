@@ -49,6 +49,8 @@ from castore.write.staging import KnownBlob, Staged
 _NAMES, _COMMIT = 10_000, 1000
 # Seconds after which what has come is committed in any case.
 _COMMIT_SECONDS = 1.0
+# Bytes between two reports of progress.
+_REPORT_BYTES = 256 << 10
 _DIGESTS = 500
 
 
@@ -220,7 +222,6 @@ def _plan(
     is_all = not prefix
     for compared in compare(ours, tree, base, prefix, below):
         name, entry, row, _ = compared
-        difference = compared.difference
         lives = row is not None and (row.expires is None or row.expires > now)
         if (lives or entry is not None) and (file := above.find(name)) is not None:
             nested.append((file, name))
@@ -232,9 +233,11 @@ def _plan(
             is_all = is_all and (entry is None or compared.base is None)
             continue
         if entry is None:
-            rows.append((check_name(name), row))
+            rows.append((check_name(name) if below else name, row))
             added += 1
-        elif difference is Difference.THEIRS or (replace and difference is not Difference.NONE):
+            continue
+        difference = compared.difference
+        if difference is Difference.THEIRS or (replace and difference is not Difference.NONE):
             rows.append((name, row))
             there[name] = content_of(entry)
             changed += 1
@@ -462,7 +465,7 @@ class _Fetch:
         total = sum(row.place.stored for row in wanted.values())
         done = 0
         staged: list[tuple[tuple[str, Row], Staged]] = []
-        uncommitted = 0
+        uncommitted = reported = 0
         with ExitStack() as undo, closing(self._blobs.staged(wanted)) as coming:
             undo.callback(lambda: _discard(staged))
             try:
@@ -473,7 +476,9 @@ class _Fetch:
                     staged += [(other, known_by_then) for other in others]
                     done += row.place.stored
                     uncommitted += row.place.stored
-                    self._progress(done, total)
+                    if done >= reported + _REPORT_BYTES or done == total:
+                        self._progress(done, total)
+                        reported = done
                     if len(staged) >= _COMMIT or uncommitted > 4 * REQUEST_BYTES or self._is_due():
                         ready, staged, uncommitted = staged, [], 0
                         self._commit(ready)

@@ -45,10 +45,11 @@ from castore.units import as_whole, parse_duration
 
 log = logging.getLogger("castore")
 
-# With `-m` Python would import modules from the current folder, which may hold anything.
+# With `-m` Python would import modules from the current folder, which may hold anything. At its end Python
+# would wait for threads that wait for a network.
 _PROGRAM = (
-    "import sys; sys.path[:] = [entry for entry in sys.path if entry not in ('', '.')];"
-    " from castore.remote.transfer import main; sys.exit(main())"
+    "import os, sys; sys.path[:] = [entry for entry in sys.path if entry not in ('', '.')];"
+    " from castore.remote.transfer import main; os._exit(main())"
 )
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
@@ -462,7 +463,8 @@ class Remote:
 
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
         request = {
-            "store": str(self._parts.path), "options": self._options, "url": self.url,
+            "store": str(self._parts.path), "options": self._options,
+            "file_mode": self._parts.settings.file_mode, "url": self.url,
             "requests": self.settings.requests, "rate": self.settings.rate, "call": call,
             "arguments": arguments,
         }  # fmt: skip

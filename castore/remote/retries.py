@@ -6,7 +6,6 @@ which failed together do not come back together.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +40,8 @@ class Tries:
         Raises:
             RemoteError: this process ends.
         """
+        import random  # a pull waits for each module, and few requests are tried again
+
         pause = random.random() * self._bound  # noqa: S311
         if self._left == 0 or time.monotonic() + pause > self._until:
             return False

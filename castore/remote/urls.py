@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 from castore.errors import InvalidValueError
 from castore.remote.bucket import Bucket, Patience
-from castore.remote.folder_bucket import FolderBucket
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
 _SEGMENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,200}")
@@ -99,6 +98,8 @@ def open_bucket(
     """
     scheme, bucket, path = parse_url(url)
     if scheme == "file":
+        from castore.remote.folder_bucket import FolderBucket
+
         return FolderBucket(Path(path))
     from castore.remote import cloud_bucket
 

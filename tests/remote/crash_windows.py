@@ -152,6 +152,7 @@ def _be_the_process_of_calls() -> None:
     def call(remote: Remote, call: str, arguments: dict[str, Any], progress: object = None) -> Any:
         request = {
             "store": str(remote._parts.path), "options": remote._options, "url": remote.url,
+            "file_mode": remote._parts.settings.file_mode,
             "requests": None, "rate": None, "call": call, "arguments": arguments,
         }  # fmt: skip
         return json.loads(json.dumps(transfer._do(request)))

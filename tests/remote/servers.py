@@ -57,13 +57,18 @@ class Place(NamedTuple):
         from castore.remote.bucket import Patience
 
         with environment({**self.environment, **changes}):
-            return open_bucket(
-                f"{self.url}/{prefix}", Patience(connect=2, silence=30, retries=3, deadline=10)
-            )
+            patience = Patience(connect=2, silence=30, retries=3, deadline=10)
+            return settled(open_bucket(f"{self.url}/{prefix}", patience))
 
     def fresh(self, **changes: str) -> Bucket:
         """A part of the bucket that nobody uses."""
         return self.open(uuid.uuid4().hex, **changes)
+
+
+def settled(bucket: Bucket) -> Bucket:
+    """The bucket, once it has read the environment for large uploads, too: it does so late."""
+    _ = getattr(bucket, "_upload_store", None)
+    return bucket
 
 
 @contextmanager

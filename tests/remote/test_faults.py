@@ -27,7 +27,7 @@ from tests.remote.proxy import (
     proxy,
     stall,
 )
-from tests.remote.servers import Place, environment
+from tests.remote.servers import Place, environment, settled
 
 DATA = noise(1 << 20)
 # Of two parts.
@@ -64,7 +64,7 @@ def bucket(seaweedfs: Place, link: Proxy, retries: list[None], patience: Patienc
     prefix = uuid.uuid4().hex
     seaweedfs.open(prefix).put("data", DATA)  # its patience suffices for a server that makes volumes
     with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
-        return open_bucket(f"{seaweedfs.url}/{prefix}", patience, lambda: retries.append(None))
+        return settled(open_bucket(f"{seaweedfs.url}/{prefix}", patience, lambda: retries.append(None)))
 
 
 @pytest.fixture(autouse=True)

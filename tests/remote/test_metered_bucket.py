@@ -51,7 +51,7 @@ class Counting(FolderBucket):
 def test_no_more_requests_run_at_once_than_are_allowed(store: Store, tmp_path: Path) -> None:
     bucket = Counting(tmp_path / "bucket")
     bucket.put("one", b"1")
-    metered = MeteredBucket(bucket, store.parts.usage, 3, None)
+    metered = MeteredBucket(bucket, 3)
     with ThreadPoolExecutor(12) as pool:
         assert {found.data for found in pool.map(metered.get, ["one"] * 40)} == {b"1"}
     assert bucket.most == 3
@@ -59,7 +59,7 @@ def test_no_more_requests_run_at_once_than_are_allowed(store: Store, tmp_path: P
 
 def test_no_more_bytes_pass_in_a_second_than_are_allowed(store: Store, tmp_path: Path) -> None:
     rate, data = 4_000_000, noise(500_000)
-    metered = MeteredBucket(FolderBucket(tmp_path / "bucket"), store.parts.usage, None, rate)
+    metered = MeteredBucket(FolderBucket(tmp_path / "bucket"), None, rate)
     (tmp_path / "large").write_bytes(data)
     began = time.monotonic()
     metered.put("a", data)
@@ -71,9 +71,10 @@ def test_no_more_bytes_pass_in_a_second_than_are_allowed(store: Store, tmp_path:
 
 
 def test_requests_bytes_and_errors_are_counted(store: Store, tmp_path: Path) -> None:
-    metered = MeteredBucket(FolderBucket(tmp_path / "bucket"), store.parts.usage, None, None)
+    metered = MeteredBucket(FolderBucket(tmp_path / "bucket"))
     assert metered.create("refs/a", b"1")
     assert metered.replace("refs/a", b"2", metered.get("refs/a").version)
+    metered.report_to(store.parts.usage)  # of what was asked before, too
     metered.put("objects/b", bytes(1000))
     assert metered.size("objects/b") == 1000
     assert len(metered.get_range("objects/b", 0, 10)) == 10
@@ -93,7 +94,8 @@ def test_requests_that_are_tried_again_are_told_from_those_that_fail(store: Stor
     seaweedfs.open("retried").put("one", b"1")
     with proxy(seaweedfs.port) as link:
         with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
-            metered = open_metered(f"{seaweedfs.url}/retried", store.parts.usage, None, None, patience)
+            metered = open_metered(f"{seaweedfs.url}/retried", patience=patience)
+        metered.report_to(store.parts.usage)
         link.inject(answer(503), 2)
         assert metered.get("one").data == b"1"
         link.inject(answer(500), 100)
@@ -108,6 +110,32 @@ def test_requests_that_are_tried_again_are_told_from_those_that_fail(store: Stor
         if line.startswith("castore_remote_retries_total{")
     ]
     assert [line.rpartition(" ")[2] for line in told] == ["5"]
+
+
+def test_an_answer_that_was_asked_for_ahead_is_given_once(tmp_path: Path) -> None:
+    bucket = FolderBucket(tmp_path / "bucket")
+    bucket.put("one", b"1")
+    metered = MeteredBucket(bucket)
+    metered.ask_ahead(["one", "two"])
+    for asked in metered._ahead.values():
+        asked._thread.join()
+    bucket.put("one", b"2")
+    bucket.put("two", b"2")
+    assert metered.get("one").data == b"1"
+    with pytest.raises(RemoteMissingError):
+        metered.get("two")
+    assert [metered.get(key).data for key in ("one", "two")] == [b"2", b"2"]
+
+
+@pytest.mark.parametrize(("requests", "asked"), [(None, 3), (1, 0)])
+def test_connections_are_opened_ahead_unless_requests_are_bounded(
+    store: Store, seaweedfs: Place, requests: int | None, asked: int
+) -> None:
+    metered = MeteredBucket(seaweedfs.fresh(), requests)
+    metered.report_to(store.parts.usage)
+    metered.connect(3, "one")
+    until(lambda: store.parts.usage.counts["remote_reads"] >= asked)
+    assert store.parts.usage.counts["remote_reads"] == asked
 
 
 def test_what_pushes_pulls_and_mounts_ask_is_in_the_figures(tmp_path: Path) -> None:
