@@ -58,7 +58,8 @@ class EmbeddingCache:
         resident: read all rows into memory in the background; else rows are read when they are touched.
 
     Raises:
-        InvalidValueError: the table exists, and its floats are stored as another dtype.
+        InvalidValueError: the table exists, and its floats are stored as another dtype; or there is none, and
+            its name lies above or below that of another table, as ``bert`` and ``bert/large``.
 
     >>> import tempfile, torch
     >>> cache = EmbeddingCache("squares", tempfile.mkdtemp() + "/store")
@@ -93,6 +94,24 @@ class EmbeddingCache:
         self._after_fork()
         reset_after_fork(self)
         self.refresh()
+        if self._table is None:
+            self._require_own_folder()
+
+    def _require_own_folder(self) -> None:
+        """Check that no other table lies above or below: one that is made anew removes all in its folder."""
+        parts = self.name.split("/")
+        above = ("/".join(parts[:count]) for count in range(1, len(parts)))
+        other = next((name for name in above if f"{PREFIX}/{name}/{MANIFEST}" in self.store), None)
+        if other is None:
+            below = (entry.name for entry in self.store.entries(self._prefix))
+            tables = (name for name in below if name.endswith(f"/{MANIFEST}") and name != self._manifest)
+            found = next(tables, None)
+            other = found and found[len(PREFIX) + 1 : -len(MANIFEST) - 1]
+        if other is not None:
+            raise InvalidValueError(
+                f"the embedding cache {self.name!r} would share a folder with {other!r}, which exists;"
+                " choose a name beside it"
+            )
 
     def _after_fork(self) -> None:
         self._lock = threading.RLock()

@@ -7,10 +7,12 @@ its weights: `state_dict` has the names that it had without this wrapper.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,8 @@ from castore.adapters.embeddings.table_identity import (
 from castore.errors import CacheWarning, InvalidValueError
 
 _CPU = torch.device("cpu")
+# Values of arguments that are settings of a call, and no features.
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 class CachedEncoder(nn.Module):
@@ -61,8 +65,8 @@ class CachedEncoder(nn.Module):
     (torch.Size([4, 2]), 1)
     """
 
-    # On the class, for objects pickled by versions without this attribute.
-    _warned_uncached = False
+    # On the class, for objects pickled by versions without these attributes.
+    _warned_uncached = _warned_settings = False
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class CachedEncoder(nn.Module):
         """The embeddings of a batch, as the encoder returns them."""
         keys = next((value for value in (*args, *kwargs.values()) if isinstance(value, Keys)), None)
         if keys is not None:
+            self._warn_of_settings(args, kwargs)
             return self._pad(self._look_up(keys), kwargs)
         if self.config.type_of(self.name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
@@ -231,6 +236,22 @@ class CachedEncoder(nn.Module):
             CacheWarning,
             stacklevel=2,
         )
+
+    def _warn_of_settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Warn once of plain values beside keys that are not the encoder's defaults: they have no effect."""
+        if self._warned_settings or not any(
+            isinstance(value, _PLAIN) for value in itertools.chain(args, kwargs.values())
+        ):
+            return
+        if settings := _other_than_defaults(self.encoder, args, kwargs):
+            self._warned_settings = True
+            warnings.warn(
+                f"the encoder {self.name!r} got {', '.join(settings)} beside keys, which has no effect:"
+                " embeddings are those of the time when the cache was filled; build it into the encoder, or"
+                " leave the encoder uncached with CacheType.NONE",
+                CacheWarning,
+                stacklevel=2,
+            )
 
     def _item_key(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:
         if self._extractor is None:
@@ -376,6 +397,24 @@ def _only_item(layout: Any, value: Any) -> Any:
             value, [_only_item(inner, one) for inner, one in zip(layout, value, strict=True)]
         )
     return value
+
+
+def _other_than_defaults(encoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """The plain values among the arguments of a call that are not the encoder's defaults, for a message."""
+    try:
+        parameters = inspect.signature(
+            encoder.forward if isinstance(encoder, nn.Module) else encoder
+        ).parameters
+    except (TypeError, ValueError):  # a function of another language may have none
+        parameters = MappingProxyType({})
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    named = {**dict(zip(defaults, args, strict=False)), **kwargs}
+    return [
+        f"{name}={value!r:.40}"
+        for name, value in named.items()
+        if isinstance(value, _PLAIN)
+        and (type(value), value) != (type(defaults.get(name)), defaults.get(name))
+    ]
 
 
 def _describe(value: Any) -> str:

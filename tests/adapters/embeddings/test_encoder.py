@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from castore import Store
-from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, Keys
+from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, Keys, cache_embeddings
 from castore.errors import CacheWarning, InvalidValueError, UnhashableError
-from tests.adapters.embeddings.models import Encoder, features
+from tests.adapters.embeddings.models import Encoder, features, loader
 
 
 def test_only_items_that_nobody_encoded_are_encoded(store: Store) -> None:
@@ -400,3 +400,54 @@ class Named(Encoder):
 def test_a_dict_that_gives_its_keys_as_attributes_is_a_dict(store: Store) -> None:
     """Regression: the question for fields of a named tuple was a KeyError."""
     assert torch.equal(CachedEncoder(Named(), store=store)(features(3))["feat"], Encoder()(features(3)))
+
+
+class Pooled(Encoder):
+    """Has settings beside its input."""
+
+    def forward(self, x: Any, pool: str = "mean", scale: float = 1.0) -> Any:
+        return super().forward(x) * scale + (pool == "max")
+
+
+class WithSettings(nn.Module):
+    """Passes settings on to its encoder."""
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__()
+        self.encoder: Any = Pooled()
+        self.given, self.settings = given, settings
+
+    def forward(self, x: Any) -> Any:
+        return self.encoder(x, *self.given, **self.settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "words"),
+    [
+        ((), {"pool": "max"}, "pool='max' beside keys"),
+        (("max", 2.0), {}, "pool='max', scale=2.0 beside keys"),
+        ((), {"pool": "mean", "scale": 2.0}, "got scale=2.0 beside keys"),
+        ((), {"scale": 1}, "scale=1 beside keys"),
+    ],
+)
+def test_a_setting_beside_keys_is_told_of_once(
+    store: Store, given: tuple[Any, ...], settings: dict[str, Any], words: str
+) -> None:
+    model = WithSettings(*given, **settings)
+    kept, _ = cache_embeddings(model, loader(), encoders=["encoder"], store=store)
+    batches = [keys for keys, _ in kept]
+    with pytest.warns(CacheWarning, match=words) as told:
+        assert len(list(map(model, batches))) > 1
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"), [((), {}), (("mean",), {}), ((), {"pool": "mean", "scale": 1.0})]
+)
+@pytest.mark.filterwarnings("error::castore.errors.CacheWarning")
+def test_the_encoders_own_defaults_beside_keys_are_no_news(
+    store: Store, given: tuple[Any, ...], settings: dict[str, Any]
+) -> None:
+    model = WithSettings(*given, **settings)
+    kept, _ = cache_embeddings(model, loader(), encoders=["encoder"], store=store)
+    assert all(len(model(keys)) == len(keys) for keys, _ in kept)

@@ -319,3 +319,18 @@ def test_a_table_larger_than_its_stores_budget_is_an_error(tmp_path: Any) -> Non
         with pytest.raises(FullError, match="more than its store may hold"):
             cache.fill(range(20, 80), range(20, 80), vectors)
         assert torch.equal(EmbeddingCache("demo", small).get(range(20)), vectors(list(range(20))))
+
+
+@pytest.mark.parametrize(("first", "second"), [("bert", "bert/large"), ("a/bert", "a"), ("bert", "bert/x/y")])
+def test_a_table_below_another_is_refused(store: Store, first: str, second: str) -> None:
+    EmbeddingCache(first, store).fill("ab", numbers("ab"), Encoder())
+    with pytest.raises(InvalidValueError, match=f"{second!r} would share a folder with {first!r}"):
+        EmbeddingCache(second, store)
+    assert len(EmbeddingCache(first, store)) == 2
+    assert EmbeddingCache("bert-large", store).fill("ab", numbers("ab"), Encoder()) == 2
+
+
+def test_a_table_without_its_manifest_is_made_anew(store: Store) -> None:
+    EmbeddingCache("bert", store).fill("ab", numbers("ab"), Encoder())
+    assert store.delete("embeddings/bert/table.json")
+    assert EmbeddingCache("bert", store).fill("ab", numbers("ab"), Encoder()) == 2
