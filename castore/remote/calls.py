@@ -1,7 +1,7 @@
 """The calls of a remote that a process of their own does (transfer.py): one method each.
 
-A call opens the store, and asks the bucket that it is given. Its result are plain values, which travel to the
-caller. Must never: send the caller a message.
+A call opens the store, and asks the bucket that it is given. Its result is made of plain values, since it
+travels to the caller. Must never: send the caller a message.
 """
 
 from __future__ import annotations

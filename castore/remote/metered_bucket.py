@@ -114,7 +114,6 @@ class MeteredBucket:
         self._usage: Usage | None = None
         self._early = Counter[str]()
         self._ahead: dict[str, _Answer] = {}
-        self._is_limited = requests is not None
         self._turns = threading.Semaphore(requests) if requests is not None else None
         self._link = Link(rate)
         self._lock = threading.Lock()
@@ -145,7 +144,7 @@ class MeteredBucket:
 
         Does nothing for a folder, or where the requests at once are bounded.
         """
-        if not self._is_limited and not self.url.startswith("file:"):
+        if self._turns is None and not self.url.startswith("file:"):
             for _ in range(connections):
                 _Answer(partial(self.size, key))
 
