@@ -127,15 +127,32 @@ def test_an_answer_that_was_asked_for_ahead_is_given_once(tmp_path: Path) -> Non
     assert [metered.get(key).data for key in ("one", "two")] == [b"2", b"2"]
 
 
-@pytest.mark.parametrize(("requests", "asked"), [(None, 3), (1, 0)])
+class Held(FolderBucket):
+    """Answers when it is let."""
+
+    released = threading.Event()
+
+    def size(self, key: str) -> int | None:
+        assert self.released.wait(60)
+        return super().size(key)
+
+
+@pytest.mark.parametrize(
+    ("url", "requests", "asked"), [("s3://b", None, 3), ("s3://b", 1, 0), ("file:", None, 0)]
+)
 def test_connections_are_opened_ahead_unless_requests_are_bounded(
-    store: Store, seaweedfs: Place, requests: int | None, asked: int
+    tmp_path: Path, url: str, requests: int | None, asked: int
 ) -> None:
-    metered = MeteredBucket(seaweedfs.fresh(), requests)
-    metered.report_to(store.parts.usage)
-    metered.connect(3, "one")
-    until(lambda: store.parts.usage.counts["remote_reads"] >= asked)
-    assert store.parts.usage.counts["remote_reads"] == asked
+    bucket = Held(tmp_path / "bucket")
+    bucket.url = url
+    before = set(threading.enumerate())
+    MeteredBucket(bucket, requests).connect(3, "one")
+    asking = set(threading.enumerate()) - before
+    bucket.released.set()
+    for thread in asking:
+        thread.join()
+    bucket.released.clear()
+    assert len(asking) == asked
 
 
 def test_what_pushes_pulls_and_mounts_ask_is_in_the_figures(tmp_path: Path) -> None:
