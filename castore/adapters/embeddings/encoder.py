@@ -67,6 +67,7 @@ class CachedEncoder(nn.Module):
 
     # On the class, for objects pickled by versions without these attributes.
     _warned_uncached = _warned_settings = False
+    _checked_settings: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -239,10 +240,11 @@ class CachedEncoder(nn.Module):
 
     def _warn_of_settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Warn once of plain values beside keys that are not the encoder's defaults: they have no effect."""
-        if self._warned_settings or not any(
-            isinstance(value, _PLAIN) for value in itertools.chain(args, kwargs.values())
-        ):
+        given = (*enumerate(args), *kwargs.items())
+        plain = tuple((name, value) for name, value in given if isinstance(value, _PLAIN))
+        if self._warned_settings or plain == self._checked_settings:  # most batches get what the last one got
             return
+        self._checked_settings = plain
         if settings := _other_than_defaults(self.encoder, args, kwargs):
             self._warned_settings = True
             warnings.warn(
