@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from castore.index.database import Index
+from castore.index.many_rows import ManyRows
 from castore.index.transaction import Write
 from castore.names import below
 from castore.records import AWAY, LOST, Blob
@@ -29,12 +30,17 @@ _WITH_FOLDER = (
     "SELECT p.digest FROM origins o CROSS JOIN places p ON p.origin = o.id WHERE lower(hex(o.object)) IN"
     " (SELECT substr(name, ?1, 64) FROM entries WHERE name > ?2 AND name < ?3)"
 )
-_ADD_ORIGIN = "INSERT INTO origins (remote, object) VALUES (?, ?) ON CONFLICT DO NOTHING"
-_SET_PLACE = (
+_ADD_ORIGINS = ManyRows("INSERT INTO origins (remote, object) VALUES ", "(?, ?)", " ON CONFLICT DO NOTHING")
+_SET_PLACES = ManyRows(
     "INSERT INTO places (digest, origin, offset, stored, codec, frames)"
-    " VALUES (?1, (SELECT id FROM origins WHERE object = ?3 AND remote = ?2), ?4, ?5, ?6, ?7)"
-    " ON CONFLICT (digest) DO UPDATE SET origin = excluded.origin, offset = excluded.offset,"
-    " stored = excluded.stored, codec = excluded.codec, frames = excluded.frames"
+    " SELECT column1, (SELECT id FROM origins WHERE object = column3 AND remote = column2), column4, column5,"
+    " column6, column7 FROM (VALUES ",
+    "(?, ?, ?, ?, ?, ?, ?)",
+    ") WHERE true ON CONFLICT (digest) DO UPDATE SET origin = excluded.origin, offset = excluded.offset,"
+    " stored = excluded.stored, codec = excluded.codec, frames = excluded.frames",
+)
+_NOTE_FETCHED = ManyRows(
+    "UPDATE places SET fetched = column2 FROM (VALUES ", "(?, ?)", ") WHERE digest = column1"
 )
 _UNUSED_ORIGINS = "DELETE FROM origins WHERE NOT EXISTS (SELECT 1 FROM places WHERE origin = origins.id)"
 _COUNT_AWAY = (
@@ -150,15 +156,15 @@ def refresh(txn: Write, places: Sequence[RemotePlace]) -> None:
 
 
 def _set(txn: Write, places: Mapping[bytes, RemotePlace]) -> None:
-    txn.executemany(_ADD_ORIGIN, {(place.remote, place.object) for place in places.values()})
+    _ADD_ORIGINS.run(txn.db, list({(place.remote, place.object) for place in places.values()}))
     # In the order of the B-tree, so that each of its pages is visited once.
-    txn.executemany(_SET_PLACE, (places[digest][:-1] for digest in sorted(places)))
+    _SET_PLACES.run(txn.db, [places[digest][:-1] for digest in sorted(places)])
 
 
 def note_fetched(txn: Write, digests: Iterable[bytes]) -> None:
     """Note that bytes have just come: gc takes what came or was read longest ago."""
     now = time.time()
-    txn.executemany("UPDATE places SET fetched = ?2 WHERE digest = ?1", ((digest, now) for digest in digests))
+    _NOTE_FETCHED.run(txn.db, [(digest, now) for digest in digests])
 
 
 def send_away(txn: Write, names: Mapping[bytes, Mapping[str, float]]) -> list[Blob]:

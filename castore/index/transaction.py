@@ -22,6 +22,7 @@ from castore.errors import NameConflictError
 from castore.index.beacon import Beacon
 from castore.index.connections import ATTEMPT_SECONDS, retry_while_locked
 from castore.index.journal import Journal, pack_record, pack_records, pack_removals
+from castore.index.many_rows import ManyRows
 from castore.index.statements import (
     ADD_BLOB,
     ADD_BLOBS,
@@ -29,14 +30,18 @@ from castore.index.statements import (
     ADD_DEAD,
     ADD_ENTRIES,
     ADD_ENTRY,
+    ADD_NEW_ENTRIES,
     ADD_TOTALS,
     BETWEEN,
     BLOB_COLUMNS,
     BLOB_OF,
-    BRING_BLOB,
+    BRING_BLOBS,
     COUNT_REF,
+    DELETE_BLOBS,
+    DELETE_ENTRIES,
     LOSE,
     TOUCH_OLDER,
+    UNCOUNT_MANY_REFS,
     UNCOUNT_REFS,
     UPDATE_ENTRY,
 )
@@ -235,7 +240,7 @@ class Write:
                     again.append((blob[0],))
         if rows:
             rows.sort()  # as in add_blobs; names are distinct here
-            self._add_entries(ADD_ENTRIES if alone else ADD_ENTRY, rows, now)
+            self._add_entries(ADD_NEW_ENTRIES if alone else ADD_ENTRIES, rows, now)
             self.db.executemany(COUNT_REF, again)
         return [
             self.set_entry(spec, blob, now, added=added) if spec.name in taken else (now, spec.pinned)
@@ -245,9 +250,9 @@ class Write:
     def _nothing_between(self, low: str, high: str) -> bool:
         return self.db.execute(BETWEEN, (low, high)).fetchone() is None
 
-    def _add_entries(self, sql: str, rows: Sequence[_Row], now: float) -> None:
+    def _add_entries(self, statement: ManyRows, rows: Sequence[_Row], now: float) -> None:
         """Add names that have no entry yet."""
-        if self.db.executemany(sql, rows).rowcount != len(rows):
+        if statement.run(self.db, rows) != len(rows):
             for row in rows:  # some names are folders of existing entries
                 self._require_no_name_below(row[0], now)
                 self.db.execute(ADD_ENTRY, row)
@@ -357,7 +362,7 @@ class Write:
             over = isinstance(expires, float) and expires <= now
             if now_digest == digest and (over if used is None else accessed == used):
                 removed.append((name, digest, size))
-        self.db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name, _, _ in removed])
+        DELETE_ENTRIES.run(self.db, [(name,) for name, _, _ in removed])
         if removed:
             self._record_removals([name for name, _, _ in removed], sum(size for _, _, size in removed))
         return [(name, digest) for name, digest, _ in removed]
@@ -393,7 +398,7 @@ class Write:
             slack: an access more than this many seconds ahead came from a clock that has been set back since,
                 and is replaced.
         """
-        self.db.executemany(TOUCH_OLDER, [(when, name, slack) for name, when in touched])
+        TOUCH_OLDER.run(self.db, [(name, when, slack) for name, when in touched])
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to the counters of these names."""
@@ -430,7 +435,7 @@ class Write:
     def add_blobs(self, blobs: Sequence[Blob]) -> None:
         """`add_blob` for many blobs that are known to be new, and lie in registered packs or are away."""
         # In the order of the B-tree, so that each of its pages is visited once.
-        self.db.executemany(ADD_BLOBS, sorted(blobs))
+        ADD_BLOBS.run(self.db, sorted(blobs))
         self._blobs += len(blobs)
         stored = sum(blob.stored for blob in blobs)
         self._unique += sum(blob.size for blob in blobs)
@@ -466,7 +471,7 @@ class Write:
             blobs: as they are now.
             known: their rows as they were.
         """
-        self.db.executemany(BRING_BLOB, sorted(blobs))
+        BRING_BLOBS.run(self.db, sorted(blobs))
         self._unique += sum(blob.size - _number(known[blob.digest].size) for blob in blobs)
         self._stored += sum(blob.stored - _number(known[blob.digest].stored) for blob in blobs)
         self._packed += sum(blob.stored + HEAD_SIZE for blob in blobs)
@@ -508,13 +513,13 @@ class Write:
             f"SELECT {BLOB_COLUMNS}, refs FROM blobs WHERE digest", [one for one in names if one in chosen]
         )
         last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
-        self.db.executemany("DELETE FROM blobs WHERE digest = ?", [(blob.digest,) for blob in last])
+        DELETE_BLOBS.run(self.db, [(blob.digest,) for blob in last])
         for blob in last:
             self._record_blob_removal(blob)
         # gc removed the entries, so there is no grace period: orphaned = 0.
         dropped = {blob.digest for blob in last}
         kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
-        self.db.executemany(UNCOUNT_REFS, kept)
+        UNCOUNT_MANY_REFS.run(self.db, kept)
         return last
 
     def _record_blob_removal(self, blob: Blob) -> None:

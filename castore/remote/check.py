@@ -23,14 +23,24 @@ from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import was_cut
 from castore.remote.commits import Commit
-from castore.remote.keys import COMMITS, RESULTS, TREES, commit_key, object_key, page_key, ref_key
+from castore.remote.keys import (
+    COMMITS,
+    HINTS,
+    RESULTS,
+    TREES,
+    commit_key,
+    hint_key,
+    object_key,
+    page_key,
+    ref_key,
+)
 from castore.remote.outcomes import Checked, Progress, RemoteProblem
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
 from castore.remote.result_records import read_records
 from castore.remote.tree import Tree
 
-_FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS, RESULTS)
+_FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS, HINTS, RESULTS)
 # Names of a bad object that a problem lists.
 _NAMES = 5
 # Digits of a commit in a sentence.
@@ -128,7 +138,8 @@ def check(
                 problems.append(RemoteProblem(found.pages[key], key, why, ()))
             elif why is not None:
                 problems.append(found.needs[key].problem(key, why))
-    orphans = [key for key in there if key not in meant and not key.startswith("dicts/")]
+    hints = set(map(hint_key, refs))
+    orphans = [key for key in there.keys() - meant - hints if not key.startswith("dicts/")]
     in_history = {key for key, need in found.needs.items() if need.commit} | found.lost_history
     is_known = not damaged and not found.problems  # else refs may mean more than was found
     return Checked(

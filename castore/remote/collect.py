@@ -45,7 +45,17 @@ from castore.remote.collection_state import (
     write_state,
 )
 from castore.remote.commits import Commit
-from castore.remote.keys import CLAIMS, COMMITS, RESULTS, TREES, commit_key, object_key, page_key
+from castore.remote.keys import (
+    CLAIMS,
+    COMMITS,
+    HINTS,
+    RESULTS,
+    TREES,
+    commit_key,
+    hint_key,
+    object_key,
+    page_key,
+)
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Child
@@ -66,7 +76,7 @@ _PAGES_AHEAD = 128
 _BATCH = 1000
 _DIGITS = re.compile("[0-9a-f]{64}")
 # In an order in which nothing names what is before it.
-_SWEPT = ("objects/", "packs/", TREES, COMMITS, RESULTS)
+_SWEPT = ("objects/", "packs/", TREES, COMMITS, HINTS, RESULTS)
 
 
 def collect(
@@ -180,6 +190,7 @@ class _Run:
         for ref in commits.list_refs(self._bucket):
             found = commits.read_ref(self._bucket, ref)
             if found is not None:
+                yield hint_key(ref)
                 kept.update(self._kept_history(ref, found.commit, now, known))
         yield from map(commit_key, kept)
         yield from self._needed_by(commit.tree for commit in kept.values())

@@ -14,11 +14,13 @@ from castore.errors import InvalidNameError, InvalidValueError
 
 #: Format and options of the remote. A place that has this object is a remote.
 SETTINGS = "castore-remote.json"
-TREES, COMMITS, REFS, RESULTS, CLAIMS = "trees/", "commits/", "refs/", "keys/", "claims/"
+TREES, COMMITS, REFS, HINTS = "trees/", "commits/", "refs/", "hints/"
+RESULTS, CLAIMS = "keys/", "claims/"
 
 #: The folders of a remote. Its collector and its readers take what lies in them for their own.
 FOLDERS = frozenset(
-    folder.rstrip("/") for folder in ("objects", "packs", "dicts", TREES, COMMITS, REFS, RESULTS, CLAIMS)
+    folder.rstrip("/")
+    for folder in ("objects", "packs", "dicts", TREES, COMMITS, REFS, HINTS, RESULTS, CLAIMS)
 )
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -51,6 +53,15 @@ def ref_key(ref: str) -> str:
         InvalidNameError: no ref can have this name.
     """
     return REFS + check_ref(ref)
+
+
+def hint_key(ref: str) -> str:
+    """Of the pages that a first pull of a ref wants.
+
+    Raises:
+        InvalidNameError: no ref can have this name.
+    """
+    return HINTS + check_ref(ref)
 
 
 def result_key(name: str) -> str:

@@ -26,6 +26,7 @@ from castore.errors import (
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.commits import Commit, Ref
+from castore.remote.hints import encode_hint, read_hint
 from castore.remote.keys import COMMITS, commit_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
@@ -74,6 +75,7 @@ class PageCache:
         self._pool = pool
         self._folder_mode, self._file_mode = mode
         self._coming: dict[bytes, Future[bytes]] = {}
+        self._hinted: dict[bytes, bytes] = {}
 
     def read(self, digest: bytes) -> bytes:
         """The bytes of a page, from the cache or from the bucket.
@@ -128,6 +130,15 @@ class PageCache:
         for digest, data in ((ref.commit, commit), (tree, root)):
             if digest_of(data) == digest and not os.path.exists(self._path(digest)):
                 self.keep(digest, data)
+
+    def take_hint(self, ref: str) -> None:
+        """Have what the hint of a ref holds at hand. Those pages are kept that somebody reads."""
+        self._hinted |= read_hint(self._bucket, ref)
+
+    def hint_of(self, tree: Tree) -> bytes:
+        """The hint for readers of a tree whose root its ref carries. The cache has all that it holds."""
+        below = (digest for digest in tree.pages() if digest != tree.root)
+        return encode_hint(read_cached(self._folder.parent, digest) for digest in below)
 
     def commit(self, digest: bytes) -> Commit:
         """A commit, from the cache or from the bucket.
@@ -219,6 +230,10 @@ class PageCache:
         """`read`, without regard to pages that are expected."""
         data = read_cached(self._folder.parent, digest)
         if data is not None:
+            return data
+        data = self._hinted.pop(digest, None)
+        if data is not None:
+            self.keep(digest, data)
             return data
         key = page_key(digest)
         try:

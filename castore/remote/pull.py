@@ -122,6 +122,7 @@ def pull(
     *,
     ref: str,
     start: str | None,
+    is_first: bool,
     prefix: str,
     below: str,
     replace: bool,
@@ -136,6 +137,7 @@ def pull(
         pool: fetches.
         ref: whose commit.
         start: first digits of the commit; None for the newest.
+        is_first: whether the store may know nothing of the ref, so that its hint is worth a request.
         below: a folder that the names come below, "" for none.
         replace: take the commit's bytes for names that changed here, too.
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
@@ -155,6 +157,8 @@ def pull(
     """
     parts.index.require_writable()
     try:
+        if is_first:
+            pages.take_hint(ref)
         commit = find_commit(bucket, ref, start, pages)
     finally:
         require_remote()

@@ -37,7 +37,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.collection_state import Guard
 from castore.remote.commits import Commit, Ref
 from castore.remote.compare import Compared, Difference, agree, compare, list_names
-from castore.remote.keys import commit_key
+from castore.remote.keys import commit_key, hint_key
 from castore.remote.outcomes import Progress, Pushed
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row, digest_of
@@ -130,6 +130,7 @@ def push(
             base.keep(_next_base(plan, rows, root, before, pages))
             return Pushed(ref, seen.commit.hex(), 0, 0, 0, sender.sent, sender.objects, plan.gone)
         sender.send_pages(made, pages)
+        bucket.put(hint_key(ref), pages.hint_of(Tree(root, pages.read)))
         entries, logical, _ = Tree(root, pages.read).totals()
         commit = commits.encode_commit(Commit(root, parent, time.time(), _writer(), note, entries, logical))
         sender.put(commit_key(digest_of(commit)), commit)

@@ -39,7 +39,7 @@ from castore.remote.outcomes import (
     RemoteUsage,
     Warmed,
 )
-from castore.remote.remotes import RemoteSettings
+from castore.remote.remotes import Remotes, RemoteSettings
 from castore.system.job_rank import check_shard
 from castore.units import as_whole, parse_duration
 
@@ -192,9 +192,11 @@ class Remote:
             InvalidValueError: ``commit`` is not 6 or more hex digits.
             FullError: they do not fit into the budget or onto the disk.
         """
+        known = Remotes(self._parts.path, self._parts.settings)
         arguments: dict[str, Any] = {
             "ref": check_ref(ref), "start": _check_commit(commit), "prefix": check_prefix(prefix),
             "below": check_prefix(below, "folder"), "replace": replace, "lazy": lazy, "remote": self.name,
+            "is_first": commit is None and ref not in known.refs(self.name),
         }  # fmt: skip
         self._parts.index.require_writable()
         return Pulled(**self._call("pull", arguments, progress))

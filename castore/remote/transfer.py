@@ -25,7 +25,7 @@ from typing import Any
 
 from castore.errors import CastoreError
 from castore.remote.error_values import describe
-from castore.remote.keys import SETTINGS, ref_key
+from castore.remote.keys import SETTINGS, hint_key, ref_key
 from castore.remote.metered_bucket import MeteredBucket, open_metered
 from castore.remote.retries import ENDED
 from castore.system.single_flight import ComputeLocks
@@ -150,6 +150,8 @@ def _ask_ahead(bucket: MeteredBucket, call: str, arguments: dict[str, Any]) -> N
     """
     # A push reads the ref in its own order with other objects.
     keys = [SETTINGS, ref_key(arguments["ref"])] if call in ("pull", "log") else [SETTINGS]
+    if arguments.get("is_first"):
+        keys.append(hint_key(arguments["ref"]))
     bucket.ask_ahead(keys)
     if call == "pull":
         bucket.connect(_CONNECTIONS - len(keys), SETTINGS)

@@ -58,8 +58,9 @@ class Node:
         replace: bool = False, lazy: str | None = None,
     ) -> Pulled:  # fmt: skip
         return pull(
-            self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start, prefix=prefix,
-            below=below, replace=replace, lazy=lazy, base=Base(self.remotes, "team", ref, below),
+            self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start,
+            is_first=start is None and ref not in self.remotes.refs("team"), prefix=prefix, below=below,
+            replace=replace, lazy=lazy, base=Base(self.remotes, "team", ref, below),
             require_remote=lambda: None, progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
 

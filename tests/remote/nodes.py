@@ -59,7 +59,9 @@ def move(store: Store, name: str, url: str) -> None:
 
 
 def forget_carried(bucket: Path) -> None:
-    """Have refs in a folder carry nothing, as those whose trees have a large root do."""
+    """Have refs in a folder carry nothing and no hints beside them, as those of large trees do."""
+    for path in (bucket / "hints").iterdir():
+        path.unlink()
     for path in (bucket / "refs").glob("*~/*"):
         fields = json.loads(path.read_bytes())
         kept = {key: value for key, value in fields.items() if not key.endswith("_bytes")}

@@ -87,6 +87,8 @@ def test_a_whole_bucket_has_no_problem_and_what_no_ref_means_is_counted(
     (bucket / "objects" / "ab").mkdir(exist_ok=True)
     (bucket / "objects" / "ab" / ("ab" * 32)).write_bytes(b"of a push that was killed")
     assert remote.check()[3:] == (1, 25, [], ())
+    (bucket / "hints" / "gone").write_bytes(b"of a ref that is gone")
+    assert remote.check()[3:5] == (2, 25 + 21)
 
 
 @pytest.mark.parametrize(

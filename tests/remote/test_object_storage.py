@@ -10,6 +10,7 @@ import pytest
 from castore import Store
 from castore.errors import RemoteDeniedError, RemoteUnreachableError
 from tests.helpers import noise, text
+from tests.remote.proxy import proxy
 from tests.remote.servers import Place, environment, free_ports
 
 
@@ -23,6 +24,41 @@ def test_what_one_node_pushes_to_object_storage_another_pulls(seaweedfs: Place, 
         two.add_remote("team", url, read_only=True)
         assert two.pull(remote="team").added == len(contents)
         assert {name: two.get(name) for name in contents} == contents
+
+
+def test_a_first_pull_asks_for_the_pages_beside_the_ref_and_a_later_one_does_not(
+    seaweedfs: Place, tmp_path: Path
+) -> None:
+    """A pull of an older commit has no use for those of the newest, either."""
+    url = f"{seaweedfs.url}/{uuid.uuid4().hex}"
+    with (
+        environment(seaweedfs.environment),
+        Store(tmp_path / "one") as one,
+        Store(tmp_path / "two") as two,
+        Store(tmp_path / "three") as three,
+        proxy(seaweedfs.port) as link,
+    ):
+        one.put_many((f"n/{number:04}", b"%d" % number) for number in range(3000))
+        first = one.add_remote("team", url).push()
+        for store in (two, three):
+            store.add_remote("team", url, read_only=True)
+        with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
+
+            def folders(store: Store, commit: str | None = None) -> list[str]:
+                """The folders in which a pull reads objects."""
+                link.seen.clear()
+                store.pull(remote="team", commit=commit)
+                return [one.path.split("/")[-2] for one in link.seen if one.method == "GET"]
+
+            assert folders(three, first.commit).count("hints") == 0
+            found = folders(two)
+            assert (found.count("hints"), found.count("trees")) == (1, 0)
+            one.put("n/0000", b"another")
+            one.push(to="team")
+            found = folders(two)
+            assert found.count("hints") == 0
+            assert found.count("trees") > 0
+            assert two.get("n/0000") == b"another"
 
 
 def test_an_error_of_object_storage_comes_through_the_process(seaweedfs: Place, tmp_path: Path) -> None:

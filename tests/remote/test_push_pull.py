@@ -37,7 +37,7 @@ from castore.remote.tree import Tree
 from castore.watch.entry_sources import source_of
 from tests.clocks import pass_time
 from tests.helpers import agrees_with_disk, flip, mixed, noise, records, text
-from tests.remote.conftest import MakeNode
+from tests.remote.conftest import MakeNode, Node
 from tests.remote.nodes import forget_carried
 
 SIZES = (0, 1, 100, 5_000, 16_000, 20_000, 262_144, 262_145, 900_000, 3_000_000)
@@ -629,6 +629,88 @@ def test_what_a_ref_carries_counts_if_its_digests_are_right_alone(node: MakeNode
         two = node(f"two-{number}")
         assert two.pull().added == 1, lie
         assert two.contents() == {"a": b"right"}, lie
+
+
+# Pages beside a ref
+
+
+def names_of_many_pages(seed: int) -> list[tuple[str, dict[str, str]]]:
+    """Names whose metadata takes some 300 KB as stored."""
+    return [(f"n/{number:03}", {"noise": noise(1100, 1000 * seed + number).hex()}) for number in range(250)]
+
+
+def push_many_pages(node: Node, seed: int = 0, ref: str = "main") -> list[Path]:
+    """Push names of several pages; returns the files of the pages."""
+    for name, metadata in names_of_many_pages(seed):
+        node.store.put(name, b"x", metadata=metadata)
+    node.push(ref=ref)
+    assert isinstance(node.bucket, FolderBucket)
+    pages = sorted((node.bucket.folder / "trees").iterdir())
+    assert len(pages) > 2
+    return pages
+
+
+@pytest.mark.parametrize("lazy", [None, "team"])
+def test_a_first_pull_needs_no_page_but_those_beside_the_ref(node: MakeNode, lazy: str | None) -> None:
+    one, two = node("one"), node("two")
+    for page in push_many_pages(one):
+        page.unlink()
+    assert two.pull(lazy=lazy).added == 250
+    assert [entry.metadata for entry in two.store.entries()] == [data for _, data in names_of_many_pages(0)]
+    assert two.pull().unchanged == 250
+
+
+def test_a_push_of_one_name_leaves_all_pages_beside_the_ref(node: MakeNode) -> None:
+    one, two, three = node("one"), node("two"), node("three")
+    push_many_pages(one)
+    two.pull()
+    two.store.put("n/100", b"y")
+    two.push()
+    assert isinstance(two.bucket, FolderBucket)
+    for page in (two.bucket.folder / "trees").iterdir():
+        page.unlink()
+    assert three.pull().added == 250
+    assert three.contents() == two.contents()
+
+
+def test_what_lies_beside_a_ref_counts_if_its_digests_are_right_alone(
+    node: MakeNode, bucket: FolderBucket
+) -> None:
+    one, other = node("one"), node("other")
+    push_many_pages(one)
+    push_many_pages(other, 1, "other")
+    path = bucket.folder / "hints" / "main"
+    honest = path.read_bytes()
+    lies = {
+        "gone": None, "nothing": b"", "cut": honest[:-1], "more": honest + b"x", "text": b"no such thing",
+        "another ref's": (bucket.folder / "hints" / "other").read_bytes(), "a map": b"\x80",
+        "numbers": b"\x92\x01\xc0", "deep": b"\x91" * 100_000, "long": honest + bytes(2 << 20),
+        "flipped": honest[:1000] + bytes(byte ^ 1 for byte in honest[1000:1500]) + honest[1500:],
+    }  # fmt: skip
+    for what, lie in lies.items():
+        if lie is None:
+            path.unlink()
+        else:
+            path.write_bytes(lie)
+        two = node(f"two {what}")
+        assert two.pull().added == 250, what
+        assert two.contents() == one.contents(), what
+    kept = {page.name for page in (two.store.path / "pages").iterdir()}
+    assert kept <= {
+        file.name for folder in ("trees", "commits") for file in (bucket.folder / folder).iterdir()
+    }
+
+
+def test_beside_the_ref_of_a_large_tree_lie_no_pages(node: MakeNode, bucket: FolderBucket) -> None:
+    one = node("one")
+    push_many_pages(one)
+    assert 290_000 < (bucket.folder / "hints" / "main").stat().st_size < 512 << 10
+    for name, metadata in names_of_many_pages(1):
+        one.store.put(name.replace("n", "m"), b"x", metadata=metadata)
+    one.push()
+    assert (bucket.folder / "hints" / "main").stat().st_size == 1
+    two = node("two")
+    assert two.pull().added == 500
 
 
 def read_fields(bucket: Bucket, ref: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -294,6 +295,21 @@ def test_objects_of_interrupted_pushes_go_and_unfinished_files_too(
     age(tmp_path / "bucket", 2 * DAY)
     assert run(bucket, shrunk, keep=None).deleted == 1
     assert list((tmp_path / "bucket/tmp").iterdir()) == []
+
+
+def test_what_lies_beside_a_ref_goes_after_the_ref(node: MakeNode, bucket: Bucket, tmp_path: Path) -> None:
+    one = node("one")
+    one.store.put("a", b"x")
+    for ref in ("main", "other"):
+        one.push(ref=ref)
+    hints = tmp_path / "bucket/hints"
+    age(tmp_path / "bucket", 2 * DAY)
+    assert run(bucket, one.store).condemned == 0
+    shutil.rmtree(tmp_path / "bucket/refs/other~")
+    assert run(bucket, one.store, keep=None).condemned == 2  # the commit is of its time
+    age(tmp_path / "bucket", 2 * DAY)
+    assert run(bucket, one.store, keep=None).deleted == 2
+    assert [path.name for path in hints.iterdir()] == ["main"]
 
 
 def test_unfinished_files_go_though_nothing_else_is_garbage(

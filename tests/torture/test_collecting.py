@@ -82,7 +82,8 @@ class Cast:
         with suppress(ConflictError, RemoteMissingError):
             pull(
                 self.reader.parts, bucket, self._pages(self.reader, bucket), Inline(), ref=ref, start=None,
-                prefix="", below="", replace=True, lazy=None, base=self._base(world, -1, ref),
+                is_first=world.chance.random() < 0.5, prefix="", below="", replace=True, lazy=None,
+                base=self._base(world, -1, ref),
                 require_remote=lambda: None, progress=lambda *bytes_: None,
             )  # fmt: skip
 
