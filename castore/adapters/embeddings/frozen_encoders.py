@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import random
 import types
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from castore.errors import InvalidValueError
-from castore.keys.bytecode import codes, steps
+from castore.keys.bytecode import attributes_read, codes, steps
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
@@ -49,6 +50,12 @@ def why_not_frozen(encoder: Any) -> str | None:
                 return (
                     f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
                     "another result every time; call eval() on the encoder"
+                )
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+                return (
+                    f"its module {name or 'itself'!r} ({type(module).__name__}) has no running statistics, "
+                    "so an item's result depends on the other items of its batch; give it some "
+                    "(track_running_stats=True), or do not cache the encoder"
                 )
     return None
 
@@ -100,9 +107,30 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(argument for opname, argument in loads if opname == "LOAD_GLOBAL"))
 
 
+def reads_train_mode(module: nn.Module) -> bool:
+    """Whether a module's own code reads whether a module is in train mode.
+
+    torch's own modules do not count: `why_not_frozen` knows those that differ.
+
+    >>> class Noisy(nn.Linear):
+    ...     def forward(self, x): return super().forward(x) + self.training
+    >>> reads_train_mode(Noisy(2, 2)), reads_train_mode(nn.Dropout())
+    (True, False)
+    """
+    kind: Any = type(module)
+    return _has_code_for_train_mode(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_code_for_train_mode(kind: Any) -> bool:
+    own = (base for base in kind.__mro__ if not base.__module__.startswith("torch.nn."))
+    functions = (value for base in own for value in vars(base).values() if inspect.isfunction(value))
+    return any("training" in attributes_read(function.__code__) for function in functions)
+
+
 class ChangeDetector:
     """Cheap signs of a changed encoder: its weights' addresses and versions, and whether they are trained; a
-    function's outer names.
+    function's outer names; before something is encoded also hooks, replaced methods, and train mode.
 
     Settings of its modules are not noticed, nor objects that a function reaches through other objects.
     """
@@ -117,21 +145,25 @@ class ChangeDetector:
         self._outside = _function_values(self._encoder)
         self._weights = _weights(self._encoder)
         self._write_states = _write_states(self._weights)
+        self._attached = _attached(self._encoder)
 
     def may_have_changed(self, *, thorough: bool = False) -> bool:
         """Whether the encoder seems to differ from the noted state.
 
         Args:
-            thorough: also notice other weights in the place of these, and take an encoder without weights as
-                changed.
+            thorough: also notice other weights in the place of these, hooks, replaced methods and modules
+                that were put into train mode, and take an encoder without weights as changed.
         """
         if self._is_copy:
             return True
         outside = _function_values(self._encoder)
         if any(outside.get(name) is not value for name, value in self._outside.items()):
             return True
-        weights = _weights(self._encoder) if thorough else self._weights
-        return (thorough and not weights) or _write_states(weights) != self._write_states
+        if not thorough:
+            return _write_states(self._weights) != self._write_states
+        weights, attached = _weights(self._encoder), _attached(self._encoder)
+        same = len(attached) == len(self._attached) and all(map(operator.is_, attached, self._attached))
+        return not (weights and same) or _write_states(weights) != self._write_states
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy, and in another process, everything has another address: nothing is known of its state.
@@ -145,6 +177,18 @@ def _function_values(encoder: Any) -> dict[str, Any]:
 def _weights(encoder: Any) -> list[torch.Tensor]:
     modules = [module for _, module in _used_modules(encoder)]
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _attached(encoder: Any) -> list[object]:
+    """The hooks of all modules, the methods in the place of ``forward``, and modes that count."""
+    found: list[object] = []
+    for module in (module for _, held in _used_modules(encoder) for module in held.modules()):
+        found += module._forward_hooks.values()
+        found += module._forward_pre_hooks.values()
+        found.append(vars(module).get("forward"))
+        if _differs_in_training(module) or reads_train_mode(module):
+            found.append(module.training)
+    return found
 
 
 def _write_states(tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:

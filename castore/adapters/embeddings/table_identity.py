@@ -3,8 +3,8 @@
 An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own
 modules) and by its attributes; a tokenizer counts by its rules. Traces of use do not count: attributes that
 ``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. Train mode does not count
-either, because an encoder that behaves differently in training is refused. Must never give a random answer:
-anything without a stable hash is an UnhashableError with the remedy.
+either, unless a module's own code reads it: torch's modules that differ in training are refused. Must never
+give a random answer: anything without a stable hash is an UnhashableError with the remedy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from blake3 import blake3
 from torch import nn
 
+from castore.adapters.embeddings.frozen_encoders import reads_train_mode
 from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_set_of
@@ -174,6 +175,8 @@ def _module(encoder: Encoder, value: nn.Module) -> Iterator[Any]:
     encoder.number(value)
     yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
     noise = _MODULE_NOISE | {*_HOOKS} | _assigned_attributes(type(value).forward)
+    if reads_train_mode(value):
+        noise -= {"training"}
     state = {name: item for name, item in vars(value).items() if name not in noise}
     yield from state_parts(encoder, lasting(encoder, value, state))
     yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]

@@ -32,6 +32,55 @@ def test_only_items_that_nobody_encoded_are_encoded(store: Store) -> None:
     assert again.encoded == 0
 
 
+class Doubling(Encoder):
+    """Reads its own train mode, as code does that castore does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if self.training else 1)
+
+
+def test_a_module_that_reads_train_mode_has_a_key_for_each_mode(store: Store) -> None:
+    inputs = features(6)
+    for mode in (True, False, True):
+        raw = Doubling().train(mode)
+        assert torch.equal(CachedEncoder(raw, store=store)(inputs), Doubling().train(mode)(inputs))
+    assert raw.encoded == 0
+    encode = CachedEncoder(Doubling().eval(), store=store)
+    encode(inputs)
+    encode.encoder.train()
+    later = features(9)[6:]
+    assert torch.equal(encode(later), Doubling()(later))
+    assert torch.equal(CachedEncoder(Doubling().eval(), store=store)(later), Doubling().eval()(later))
+
+
+def test_batch_norm_that_is_put_into_train_mode_later_encodes_nothing(store: Store) -> None:
+    norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
+    encode = CachedEncoder(nn.Sequential(nn.Linear(8, 4).requires_grad_(False), norm), store=store)
+    known = encode(features(4))
+    norm.train()
+    assert torch.equal(encode(features(4)), known)
+    with pytest.raises(InvalidValueError, match=r"module '1' \(BatchNorm1d\) is in train mode"):
+        encode(features(6)[4:])
+
+
+@pytest.mark.parametrize("way", ["hook", "pre-hook", "forward"])
+def test_what_changes_a_modules_output_after_wrapping_is_noticed_before_it_encodes(
+    store: Store, way: str
+) -> None:
+    raw, inputs = Encoder(), features(6)
+    encode = CachedEncoder(raw, store=store)
+    encode(inputs[:3])
+    if way == "hook":
+        raw.register_forward_hook(lambda module, args, output: output + 1)
+    elif way == "pre-hook":
+        raw.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    else:
+        raw.forward = lambda x: Encoder.forward(raw, x) + 1  # type: ignore[method-assign]
+    changed = raw(inputs[3:])
+    assert torch.equal(encode(inputs[3:]), changed)
+    assert torch.equal(CachedEncoder(Encoder(), store=store)(inputs), Encoder()(inputs))
+
+
 def test_duplicates_are_encoded_once(store: Store) -> None:
     raw = Encoder()
     out = CachedEncoder(raw, store=store)(features(4)[[0, 1, 0, 0, 2]])

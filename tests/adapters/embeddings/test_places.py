@@ -211,6 +211,10 @@ def test_a_model_without_frozen_children_says_which_parameters_are_trained(store
             nn.TransformerEncoderLayer(8, 2).requires_grad_(False),
             r"its module 'self_attn' \(MultiheadAttention\)",
         ),
+        (
+            nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False)).requires_grad_(False).eval(),
+            r"its module '0' \(BatchNorm1d\) has no running statistics",
+        ),
     ],
 )
 def test_an_encoder_that_trains_or_is_random_is_refused_by_name(
