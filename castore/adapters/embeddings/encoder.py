@@ -118,6 +118,18 @@ class CachedEncoder(nn.Module):
             )
         return self._memo
 
+    def reconfigure(self, config: CacheConfig, store: Store, name: str) -> None:
+        """Encode items that are not given as Keys as another config says, from now on; tables stay.
+
+        A fingerprint of the encoder that the config before gave, and this one does not, still counts.
+        """
+        known = self.config.fingerprints.get(self.name)
+        given = config.fingerprints if known is None else {name: known, **config.fingerprints}
+        self.config = CacheConfig(**{**vars(config), "fingerprints": given})
+        self.name, self._store, self._memo = name, store, None
+        self._extractor = config.extractor_of(name)
+        self.refresh_digest()
+
     def refresh_digest(self) -> None:
         """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
         check_frozen(self.encoder, self.name)

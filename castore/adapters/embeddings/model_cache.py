@@ -172,7 +172,7 @@ def _make_stand_ins(
         there = get_encoder(model, name)
         if isinstance(there, CachedEncoder):
             _check_same_mask(there, config.masks.get(name), name)
-            there.refresh_digest()
+            there.reconfigure(_without_folder(config), store, name)
         else:
             there = CachedEncoder(there, _without_folder(config), name=name, store=store)
             there.column = 1 + max(taken, default=-1)

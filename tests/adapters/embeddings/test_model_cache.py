@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,24 @@ def test_a_model_that_is_cached_already_takes_more_loaders(store: Store) -> None
     assert not isinstance(model.encoder.encoder, CachedEncoder)
     assert torch.equal(torch.cat([model(x) for x, _ in first]), in_batches(Model(), features()))
     assert torch.equal(torch.cat([model(x) for x, _ in second]), in_batches(Model(), features(20, seed=5)))
+
+
+def test_the_config_and_the_store_of_a_later_call_count_from_then_on(store: Store, tmp_path: Path) -> None:
+    """Regression: items that are no Keys were kept as the first call said, in its store."""
+    model = Model()
+    config = CacheConfig(batch_size=BATCH, fingerprints={"encoder": "mine"})
+    first = cached(model, loader(shuffle=False), store, config)
+    later = CacheConfig(batch_size=BATCH, dtype=torch.bfloat16)
+    with Store(tmp_path / "other", memory=0) as other:
+        second = cached(model, loader(data(20, seed=5), shuffle=False), other, later)
+        new = features(4, seed=9)
+        exact = Encoder()(new)
+        assert torch.equal(model.encoder(new), exact.to(torch.bfloat16).float())
+        assert not torch.equal(model.encoder(new), exact)
+        seen = torch.cat([model.encoder(keys) for keys, _ in second])
+        assert torch.equal(seen, Encoder()(features(20, seed=5)).to(torch.bfloat16).float())
+    seen = torch.cat([model.encoder(keys) for keys, _ in first])
+    assert torch.equal(seen, Encoder()(features())), "the first call's fingerprint still counts"
 
 
 def test_cached_loaders_and_none_are_no_loaders_to_cache(store: Store) -> None:
