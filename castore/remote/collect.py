@@ -141,6 +141,8 @@ class _Run:
         self._id = uuid.uuid4().hex
         # By the commit before the oldest kept one of each ref: that oldest one.
         self._cut: dict[bytes, bytes] = {}
+        # Commits that `find` has read side by side.
+        self._known: Mapping[bytes, Commit] = {}
 
     # Finding
 
@@ -154,8 +156,8 @@ class _Run:
         # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
         every = [one for folder in _SWEPT for one in self._bucket.listing(folder)]
         listed = {one.key: one for one in every if one.modified <= now - self._grace}
-        known = self._pages.whole_commits(one.key for one in every if one.key.startswith(COMMITS))
-        for key in self._needed(now, known):
+        self._known = self._pages.whole_commits(one.key for one in every if one.key.startswith(COMMITS))
+        for key in self._needed(now):
             listed.pop(key, None)
         return listed
 
@@ -172,12 +174,8 @@ class _Run:
                 return times[0]
         raise RemoteError(f"a listing of {self._bucket.url} lacks what was just written")
 
-    def _needed(self, now: float, known: Mapping[bytes, Commit]) -> Iterator[str]:
-        """The keys that kept commits and shared results need.
-
-        Args:
-            known: commits that were read before.
-        """
+    def _needed(self, now: float) -> Iterator[str]:
+        """The keys that kept commits and shared results need."""
         for listed, record in read_records(self._bucket):
             is_old = self._unused is not None and listed.modified <= now - self._unused
             if record is None or is_old:
@@ -191,13 +189,11 @@ class _Run:
             found = commits.read_ref(self._bucket, ref)
             if found is not None:
                 yield hint_key(ref)
-                kept.update(self._kept_history(ref, found.commit, now, known))
+                kept.update(self._kept_history(ref, found.commit, now))
         yield from map(commit_key, kept)
         yield from self._needed_by(commit.tree for commit in kept.values())
 
-    def _kept_history(
-        self, ref: str, newest: bytes, now: float, known: Mapping[bytes, Commit]
-    ) -> Iterator[tuple[bytes, Commit]]:
+    def _kept_history(self, ref: str, newest: bytes, now: float) -> Iterator[tuple[bytes, Commit]]:
         """The commits of a ref that are kept, newest first.
 
         Raises:
@@ -206,7 +202,7 @@ class _Run:
         """
         kept = 0
         try:
-            for digest, commit in commits.history(self._bucket, newest, known):
+            for digest, commit in commits.history(self._bucket, newest, self._known):
                 yield digest, commit
                 kept += 1
                 # The commit before this one was the newest until then.
@@ -317,7 +313,8 @@ class _Run:
                 key = commit_key(at)
                 numbers[key] = len(numbers)
                 try:
-                    parent = commits.read_commit(self._bucket, at).parent
+                    found = self._known.get(at) or commits.read_commit(self._bucket, at)
+                    parent = found.parent
                     is_gone = key in doomed
                 except (RemoteDeniedError, RemoteUnreachableError):
                     raise

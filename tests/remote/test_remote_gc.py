@@ -152,6 +152,27 @@ def test_commits_of_a_long_history_are_read_side_by_side(
                 assert (checked.problems, checked.orphans) == ([], 0)
 
 
+def test_a_collector_that_deletes_old_commits_reads_each_of_them_once(
+    node: MakeNode, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node("one")
+    for number in range(12):
+        one.store.put("name", b"%d" % number)
+        one.push()
+    assert run(bucket, one.store, grace=0.0).condemned == 33  # eleven commits, with a page and an object each
+    read: list[str] = []
+    get = bucket.get
+
+    def noted(key: str) -> Versioned:
+        read.append(key)
+        return get(key)
+
+    monkeypatch.setattr(bucket, "get", noted)
+    assert run(bucket, one.store, grace=0.0).deleted == 33
+    found = [key for key in read if key.startswith(COMMITS)]
+    assert len(found) == 12 + 1, "all for the end of an epoch, and those that are left for the next"
+
+
 def push_again(one: Node, bucket: Bucket) -> bytes:
     """Push a third commit; its digest."""
     one.store.put("small", b"3")
