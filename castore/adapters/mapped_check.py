@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from blake3 import blake3
+
+from castore.errors import FullError, StoreError
 from castore.records import LOOSE, Blob
 from castore.store import Store
 
@@ -20,6 +24,8 @@ from castore.store import Store
 NOTES_FOLDER = ".checked"
 #: Seconds after which a note expires.
 NOTE_SECONDS = 7 * 86400.0
+# Objects from which on they have a note in common.
+_MANY = 8
 
 
 def check_object(store: Store, blob: Blob) -> None:
@@ -34,10 +40,32 @@ def check_object(store: Store, blob: Blob) -> None:
 
 
 def find_unchecked(store: Store, blobs: Sequence[Blob]) -> list[Blob]:
-    """The loose objects that have to be read before they are mapped; asks the store once for all of them."""
+    """The loose objects that have to be read before they are mapped; asks the store once for all of them.
+
+    If there are many, and none has to be read, one note is made for all of them, and asked for the next time.
+    """
     seen = [_state(store, blob) for blob in blobs]
+    name, state = _note_of_all(blobs, seen)
+    if name is not None and store.get(name) == state:
+        return []
     notes = store.get_many(map(_note_name, blobs))
-    return [blob for blob, now, noted in zip(blobs, seen, notes, strict=True) if now is None or noted != now]
+    found = [blob for blob, now, noted in zip(blobs, seen, notes, strict=True) if now is None or noted != now]
+    if name is not None and not found and not store.read_only:
+        with suppress(StoreError, FullError):  # the disk is full, say; the notes of each do as well
+            store.put(name, state, ttl=NOTE_SECONDS)
+    return found
+
+
+def _note_of_all(blobs: Sequence[Blob], seen: Sequence[bytes | None]) -> tuple[str | None, bytes]:
+    """The name and the text of the note that stands for those of many objects; no name for few."""
+    if len(blobs) < _MANY or None in seen:
+        return None, b""
+    objects, states = blake3(), blake3()
+    for blob, state in zip(blobs, seen, strict=True):
+        assert state is not None
+        objects.update(_note_name(blob).encode())
+        states.update(b"%d %s" % (len(state), state))
+    return f"{NOTES_FOLDER}/all-{objects.hexdigest()}", states.digest()
 
 
 def check_now(store: Store, blob: Blob) -> None:

@@ -267,16 +267,22 @@ def check(
     with open_store(context) as store:
         found = _check(store.remote(name), deep)
         is_whole = not found.problems
+        repaired: list[str] = []
         if repair and not is_whole:
+            before = [problem.key for problem in found.problems]
             with growing_progress("uploading") as progress:
                 store.remote(name).repair(found, progress=progress)
             found = _check(store.remote(name), deep)
+            repaired = sorted({*before} - {problem.key for problem in found.problems})
     for sentence in found.warnings:
         print_error(f"remote {name!r}: {sentence}")
     if as_json:
         lists = {"problems": found.problems, "history": found.history}
-        print_json(found._asdict() | {key: [one._asdict() for one in some] for key, some in lists.items()})
+        described = {key: [one._asdict() for one in some] for key, some in lists.items()}
+        print_json(found._asdict() | described | {"repaired": repaired})
     else:
+        for key in repaired:
+            typer.echo(f"{key}: repaired")
         for problem in (*found.problems, *found.history):
             typer.echo(_describe_problem(problem))
         orphans = ""

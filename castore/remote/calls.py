@@ -18,7 +18,7 @@ from castore.remote import commits, marker
 from castore.remote.background_work import BackgroundWork
 from castore.remote.base import Base
 from castore.remote.fetcher_client import FetcherClient
-from castore.remote.keys import FOLDERS
+from castore.remote.keys import FOLDERS, hint_key
 from castore.remote.metered_bucket import MeteredBucket, open_metered
 from castore.remote.outcomes import Progress
 from castore.remote.page_cache import PageCache
@@ -29,6 +29,8 @@ from castore.remote.tree import Tree, difference
 
 # Requests under way at once.
 _THREADS = 16
+# Seconds that a pull waits for the hint, once it has the ref: without it the pages come one by one.
+_HINT_SECONDS = 5.0
 
 
 def do(
@@ -164,7 +166,9 @@ class Calls:
             warnings = (str(error),)
         return found._replace(warnings=warnings)._asdict()
 
-    def pull(self, remote: str, ref: str, below: str, lazy: bool, **options: Any) -> dict[str, Any]:
+    def pull(
+        self, remote: str, ref: str, below: str, lazy: bool, is_first: bool, **options: Any
+    ) -> dict[str, Any]:
         """See `Remote.pull`."""
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
             BackgroundWork().submit(partial(FetcherClient(self.parts.path).prepare, remote))
@@ -175,6 +179,7 @@ class Calls:
             self.pages,
             self.pool,
             ref=ref,
+            hint=partial(self.bucket.get_within, hint_key(ref), _HINT_SECONDS) if is_first else None,
             below=below,
             lazy=remote if lazy else None,
             base=Base(self.remotes, remote, ref, below),

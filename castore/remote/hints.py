@@ -11,9 +11,6 @@ from collections.abc import Iterable
 
 import msgpack
 
-from castore.errors import RemoteError
-from castore.remote.bucket import Bucket
-from castore.remote.keys import hint_key
 from castore.remote.pages import digest_of
 
 #: Bytes of all pages that a hint has at most: of some 8,000 names.
@@ -39,11 +36,14 @@ def encode_hint(pages: Iterable[bytes | None]) -> bytes:
     return bytes(msgpack.packb(found))
 
 
-def read_hint(bucket: Bucket, ref: str) -> dict[bytes, bytes]:
-    """The pages of a ref's hint by their digests; none if there is no hint, or if it cannot be read."""
+def parse_hint(data: bytes) -> dict[bytes, bytes]:
+    """The pages of a hint by their digests; none of bytes that are no hint.
+
+    >>> [*parse_hint(encode_hint([b"page"])).values()], parse_hint(b"nothing")
+    ([b'page'], {})
+    """
     try:
-        data = bucket.get(hint_key(ref)).data
         pages = msgpack.unpackb(data) if len(data) <= 2 * LARGEST else []
-    except (RemoteError, ValueError):  # the reading of the pages themselves tells what is wrong
+    except ValueError:
         return {}
     return {digest_of(page): page for page in pages if type(page) is bytes} if type(pages) is list else {}

@@ -99,6 +99,13 @@ class _Answer:
             raise self._error
         return self._found
 
+    def within(self, seconds: float) -> Any:
+        """The answer; None where it was an error of the remote's, or does not come in time."""
+        self._thread.join(seconds)
+        if self._thread.is_alive() or isinstance(self._error, RemoteError):
+            return None
+        return self.result()
+
 
 class MeteredBucket:
     """See `castore.remote.bucket.Bucket`.
@@ -169,6 +176,12 @@ class MeteredBucket:
         """See `Bucket`."""
         ahead = self._ahead.pop(key, None)
         return self._get(key) if ahead is None else ahead.result()
+
+    def get_within(self, key: str, seconds: float) -> bytes | None:
+        """The bytes of a small object that nobody needs; None where they cannot be had, or take longer."""
+        answer = self._ahead.pop(key, None) or _Answer(partial(self._get, key))
+        found: Versioned | None = answer.within(seconds)
+        return None if found is None else found.data
 
     def _get(self, key: str) -> Versioned:
         with self._request("reads"):

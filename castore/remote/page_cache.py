@@ -26,7 +26,7 @@ from castore.errors import (
 from castore.remote import commits
 from castore.remote.bucket import Bucket
 from castore.remote.commits import Commit, Ref
-from castore.remote.hints import encode_hint, read_hint
+from castore.remote.hints import encode_hint, parse_hint
 from castore.remote.keys import COMMITS, commit_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
@@ -131,9 +131,9 @@ class PageCache:
             if digest_of(data) == digest and not os.path.exists(self._path(digest)):
                 self.keep(digest, data)
 
-    def take_hint(self, ref: str) -> None:
-        """Have what the hint of a ref holds at hand. Those pages are kept that somebody reads."""
-        self._hinted |= read_hint(self._bucket, ref)
+    def take_hint(self, hint: bytes) -> None:
+        """Have the pages of a hint at hand. Those are kept that somebody reads."""
+        self._hinted |= parse_hint(hint)
 
     def hint_of(self, tree: Tree) -> bytes:
         """The hint for readers of a tree whose root its ref carries. The cache has all that it holds."""

@@ -122,7 +122,7 @@ def pull(
     *,
     ref: str,
     start: str | None,
-    is_first: bool,
+    hint: Callable[[], bytes | None] | None,
     prefix: str,
     below: str,
     replace: bool,
@@ -137,7 +137,8 @@ def pull(
         pool: fetches.
         ref: whose commit.
         start: first digits of the commit; None for the newest.
-        is_first: whether the store may know nothing of the ref, so that its hint is worth a request.
+        hint: gives the hint beside the ref, or None where there is none; None if the store knows the ref, so
+            that pages which have changed are few.
         below: a folder that the names come below, "" for none.
         replace: take the commit's bytes for names that changed here, too.
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
@@ -157,9 +158,9 @@ def pull(
     """
     parts.index.require_writable()
     try:
-        if is_first:
-            pages.take_hint(ref)
         commit = find_commit(bucket, ref, start, pages)
+        if hint is not None and (found := hint()) is not None:
+            pages.take_hint(found)
     finally:
         require_remote()
     tree = Tree(pages.commit(commit).tree, pages.read, pages.expect)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 
 import pytest
 
 from castore import Store
 from castore.adapters import mapped_check
-from castore.errors import CorruptError, NotFoundError
+from castore.errors import CorruptError, FullError, NotFoundError
 from castore.records import Blob
 from tests.helpers import flip, noise, payload
 
@@ -31,6 +32,44 @@ def test_an_object_is_read_once_for_as_long_as_nobody_touches_it(store: Store) -
     assert mapped_check.find_unchecked(store, blobs[:1]) == blobs[:1]
     mapped_check.check_object(store, blobs[0])
     assert mapped_check.find_unchecked(store, blobs[:1]) == []
+
+
+def test_many_objects_have_one_note_once_each_has_its_own(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [chr(ord("a") + number) * (number + 1) for number in range(12)]
+    blobs = [put(store, name) for name in names]
+    mapped_check.note_new(store, blobs, time.time() - 60)
+    assert mapped_check.find_unchecked(store, blobs) == []
+    asked: list[str] = []
+    get_many = store.get_many
+
+    def noted(names: Iterable[str]) -> list[bytes | None]:
+        asked.extend(names := list(names))
+        return get_many(names)
+
+    monkeypatch.setattr(store, "get_many", noted)
+    assert mapped_check.find_unchecked(store, blobs) == []
+    assert asked == []
+    assert mapped_check.find_unchecked(store, blobs[1:]) == []
+    assert len(asked) == 11, "other objects have another note"
+    os.utime(payload(store, names[5])[0])
+    assert mapped_check.find_unchecked(store, blobs) == [blobs[5]]
+    mapped_check.check_now(store, blobs[5])
+    assert mapped_check.find_unchecked(store, blobs) == []
+    payload(store, names[7])[0].unlink()
+    assert mapped_check.find_unchecked(store, blobs) == [blobs[7]]
+
+
+def test_a_full_disk_costs_the_common_note_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = [put(store, "x" * (number + 1)) for number in range(9)]
+    mapped_check.note_new(store, blobs, time.time() - 60)
+
+    def full(*_: object, **__: object) -> None:
+        raise FullError("the disk is full")
+
+    monkeypatch.setattr(store, "put", full)
+    assert mapped_check.find_unchecked(store, blobs) == []
 
 
 def test_damage_after_a_check_is_found_by_the_next(store: Store) -> None:

@@ -556,7 +556,12 @@ def test_check_tells_what_is_lost_and_repair_brings_it_back(cli: Cli, store: Sto
     ]
     ran = cli("remote", "check", "team", "--repair")
     # It is the same object, so the commit need not change.
-    assert (ran.code, ran.out.splitlines()[-1]) == (0, "1 ref, 3 objects, 0 problems")
+    assert (ran.code, ran.out.splitlines()) == (
+        0, [f"packs/{pack.name}: repaired", "1 ref, 3 objects, 0 problems"],
+    )  # fmt: skip
+    pack.unlink()
+    found = json.loads(cli("remote", "check", "team", "--repair", "--json").out)
+    assert (found["repaired"], found["problems"]) == ([f"packs/{pack.name}"], [])
     assert cli("remote", "check", "nobody").code == 1
 
 

@@ -17,6 +17,8 @@ from castore.remote import marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
+from castore.remote.keys import hint_key
+from castore.remote.metered_bucket import MeteredBucket
 from castore.remote.outcomes import Pulled, Pushed
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import pull
@@ -59,10 +61,14 @@ class Node:
     ) -> Pulled:  # fmt: skip
         return pull(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start,
-            is_first=start is None and ref not in self.remotes.refs("team"), prefix=prefix, below=below,
-            replace=replace, lazy=lazy, base=Base(self.remotes, "team", ref, below),
+            hint=None if start or ref in self.remotes.refs("team") else lambda: self._hint(ref),
+            prefix=prefix, below=below, replace=replace, lazy=lazy,
+            base=Base(self.remotes, "team", ref, below),
             require_remote=lambda: None, progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
+
+    def _hint(self, ref: str) -> bytes | None:
+        return MeteredBucket(self.bucket).get_within(hint_key(ref), 60)
 
     def contents(self) -> Contents:
         return {entry.name: self.store.get(entry.name) or b"a miss" for entry in self.store.entries()}

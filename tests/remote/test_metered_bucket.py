@@ -155,6 +155,26 @@ def test_connections_are_opened_ahead_unless_requests_are_bounded(
     assert len(asking) == asked
 
 
+def test_an_object_that_nobody_needs_is_waited_for_no_longer_than_told(tmp_path: Path) -> None:
+    bucket = FolderBucket(tmp_path / "bucket")
+    bucket.put("one", b"1")
+    released = threading.Event()
+
+    class Slow(FolderBucket):
+        def get(self, key: str) -> Versioned:
+            assert released.wait(60)
+            return super().get(key)
+
+    metered = MeteredBucket(bucket)
+    assert metered.get_within("one", 60) == b"1"
+    assert metered.get_within("none", 60) is None
+    slow = MeteredBucket(Slow(tmp_path / "bucket"))
+    slow.ask_ahead(["one"])
+    assert slow.get_within("one", 0) is None
+    released.set()
+    assert slow.get_within("one", 60) == b"1"
+
+
 def test_what_pushes_pulls_and_mounts_ask_is_in_the_figures(tmp_path: Path) -> None:
     with Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
         one.put("large", noise(3 << 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from castore import Store
 from castore.errors import RemoteDeniedError, RemoteUnreachableError
 from tests.helpers import noise, text
-from tests.remote.proxy import proxy
+from tests.remote.proxy import Fault, answer, proxy, stall
 from tests.remote.servers import Place, environment, free_ports
 
 
@@ -59,6 +60,28 @@ def test_a_first_pull_asks_for_the_pages_beside_the_ref_and_a_later_one_does_not
             assert found.count("hints") == 0
             assert found.count("trees") > 0
             assert two.get("n/0000") == b"another"
+
+
+@pytest.mark.parametrize("fault", [stall(0), answer(403)], ids=str)
+def test_a_hint_that_cannot_be_had_holds_up_no_first_pull(
+    seaweedfs: Place, tmp_path: Path, fault: Fault
+) -> None:
+    """Regression: a storage that gave no answer for this one object held it up for two minutes."""
+    url = f"{seaweedfs.url}/{uuid.uuid4().hex}"
+    with (
+        environment(seaweedfs.environment),
+        Store(tmp_path / "one") as one,
+        Store(tmp_path / "two") as two,
+        proxy(seaweedfs.port) as link,
+    ):
+        one.put_many((f"n/{number:04}", b"%d" % number) for number in range(3000))
+        one.add_remote("team", url).push()
+        two.add_remote("team", url, read_only=True)
+        with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
+            link.inject(fault, 100, path="/hints/")
+            began = time.monotonic()
+            assert two.pull(remote="team").added == 3000
+            assert time.monotonic() - began < 60  # a request that stalls is given up after as long
 
 
 def test_an_error_of_object_storage_comes_through_the_process(seaweedfs: Place, tmp_path: Path) -> None:

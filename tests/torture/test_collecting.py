@@ -23,6 +23,7 @@ from castore.remote import collection_state
 from castore.remote import push as pushing
 from castore.remote.base import Base
 from castore.remote.collect import collect
+from castore.remote.keys import hint_key
 from castore.remote.page_cache import PageCache
 from castore.remote.pull import pull
 from castore.remote.push import push
@@ -82,14 +83,21 @@ class Cast:
         with suppress(ConflictError, RemoteMissingError):
             pull(
                 self.reader.parts, bucket, self._pages(self.reader, bucket), Inline(), ref=ref, start=None,
-                is_first=world.chance.random() < 0.5, prefix="", below="", replace=True, lazy=None,
-                base=self._base(world, -1, ref),
+                hint=partial(_hint, bucket, ref) if world.chance.random() < 0.5 else None, prefix="",
+                below="", replace=True, lazy=None, base=self._base(world, -1, ref),
                 require_remote=lambda: None, progress=lambda *bytes_: None,
             )  # fmt: skip
 
     def close(self) -> None:
         for store in (*self.stores, self.reader):
             store.close()
+
+
+def _hint(bucket: MemoryBucket, ref: str) -> bytes | None:
+    try:
+        return bucket.get(hint_key(ref)).data
+    except RemoteMissingError:
+        return None
 
 
 @pytest.fixture(scope="module")

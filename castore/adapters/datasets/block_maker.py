@@ -40,12 +40,12 @@ from castore.adapters.datasets.block_parts import BlockParts, Joined, MadePart, 
 from castore.adapters.datasets.block_step import (
     NULL_TYPE,
     BlockStep,
-    TooSlowError,
     Written,
     run_block,
     run_in_worker,
     workers,
 )
+from castore.adapters.datasets.call_watch import TooSlowError
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import file_states
 from castore.errors import CacheWarning

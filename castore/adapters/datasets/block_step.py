@@ -15,11 +15,11 @@ import math
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -27,6 +27,7 @@ from datasets import arrow_dataset, arrow_writer
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets.block_entries import NotInBlocksError, write_result
+from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
@@ -38,8 +39,6 @@ from castore.system import worker_processes
 _AS_IT_LIES = ("arrow", "pandas", "polars")
 #: A block that takes more seconds is slow; one that other processes would wait for, if it takes a tenth.
 SLOW_SECONDS = 10.0
-# Seconds of a function's work that tell how long a block will take. They are lost if it is slow.
-_TELLING_SECONDS = 0.5
 # With fewer blocks for each process, some would wait for others at the end.
 _BLOCKS_A_PROCESS = 4
 #: A column whose type no row has shown yet, in the JSON of features.
@@ -53,10 +52,6 @@ MIXED_ANSWERS = (
 )
 
 
-#: Receives each result of a function and the seconds that it took; may end the run by an exception.
-Called: TypeAlias = Callable[[Any, float], object]
-
-
 class BlockCall(NamedTuple):
     """A block for an operator, with the place and the form of its result.
 
@@ -66,7 +61,7 @@ class BlockCall(NamedTuple):
         features: the features of the result; None to find them.
         file: the path for an Arrow file of the result.
         fingerprint: the fingerprint for the result.
-        called: to be called for each result of the function, but for coroutine functions.
+        watch: for the calls of the function, but for coroutine functions.
     """
 
     rows: datasets.Dataset
@@ -74,7 +69,7 @@ class BlockCall(NamedTuple):
     features: datasets.Features | None
     file: Path
     fingerprint: str
-    called: Called
+    watch: CallWatch
 
 
 class BlockStep(NamedTuple):
@@ -86,6 +81,7 @@ class BlockStep(NamedTuple):
         counted: what its result depends on beside the rows and the features, in the form of `castore.key`.
         rule: where blocks may end.
         state: of the operator.
+        early: calls of runs that were ended; of this step alone.
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
@@ -100,6 +96,7 @@ class BlockStep(NamedTuple):
     counted: Any
     rule: Cut
     state: OperatorState
+    early: EarlyCalls
     is_numbered: bool = False
     has_features: bool = False
     keeps_count: bool = False
@@ -180,85 +177,15 @@ def parse_features(features: str) -> datasets.Features:
     return datasets.Features.from_dict(json.loads(features))
 
 
-class TooSlowError(Exception):
-    """A block would take long.
-
-    Attributes:
-        seconds_a_row: the time that its function takes.
-    """
-
-    def __init__(self, seconds_a_row: float) -> None:
-        super().__init__(seconds_a_row)
-        self.seconds_a_row = seconds_a_row
-
-
-class _Watch:
-    """Notes the keys of results, and the time of calls. Ends a run between two calls, early on, if slow.
-
-    The first call, which may load a model, does not count once there are others.
-
-    Args:
-        step: the step.
-        rows: rows of the block.
-        may_end: whether the run may be ended.
-    """
-
-    def __init__(self, step: BlockStep, rows: int, *, may_end: bool) -> None:
-        self._rows, self._at_once = rows, step.at_once
-        self._most = step.slow_seconds(rows) if may_end else math.inf
-        self._state = step.state
-        self._calls, self._first, self._seconds = 0, 0.0, 0.0
-        self.keys: set[tuple[str, ...]] = set()
-        self._latest: tuple[str, ...] = ()
-
-    def __call__(self, result: Any, seconds: float) -> None:
-        if isinstance(result, Mapping) and (keys := tuple(result)) != self._latest:
-            self._latest = keys
-            self.keys.add(tuple(sorted(keys)))
-        self._calls += 1
-        if self._calls == 1:
-            self._first = seconds
-        else:
-            self._seconds += seconds
-        speed, spent = self.seconds_a_row() or 0.0, self._seconds or self._first
-        done = self._calls * self._at_once
-        if spent > _TELLING_SECONDS and speed * self._rows > self._most and done * 2 < self._rows:
-            if self._state.has_changed(now=True):  # no row may run twice
-                self._most = math.inf
-                return
-            raise TooSlowError(speed)
-
-    def seconds_a_row(self) -> float | None:
-        """The time that the function takes; None if it was not called, or is a coroutine function."""
-        if self._calls > 1:
-            return self._seconds / ((self._calls - 1) * self._at_once)
-        return self._first / min(self._rows, self._at_once) if self._calls else None
-
-
-def watch_whole(step: BlockStep) -> Called:
+def watch_whole(step: BlockStep) -> CallWatch:
     """Ends the run of a step in one piece, early on, if it is slow: by a `TooSlowError`."""
     step.state.begin()
-    return _Watch(step, len(step.dataset), may_end=True)
+    return _watch(step, 0, len(step.dataset), may_end=True)
 
 
-class CallWatched:
-    """A function whose results are shown to a watch, with the time that each took.
-
-    Args:
-        function: no coroutine function.
-        called: of the `BlockCall`.
-    """
-
-    def __init__(self, function: Callable[..., Any], called: Called) -> None:
-        self._function = function
-        self._called = called
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call the function, and then the watch."""
-        began = time.perf_counter()
-        result = self._function(*arguments, **keywords)
-        self._called(result, time.perf_counter() - began)
-        return result
+def _watch(step: BlockStep, first: int, rows: int, *, may_end: bool) -> CallWatch:
+    most = step.slow_seconds(rows) if may_end else math.inf
+    return CallWatch(step.state, step.early, first, rows, step.at_once, most)
 
 
 def run_block(
@@ -285,7 +212,7 @@ def run_block(
     step.state.begin()
     began = time.perf_counter()
     try:
-        watch = _Watch(step, len(rows), may_end=may_end)
+        watch = _watch(step, first, len(rows), may_end=may_end)
         with _no_file_left_open():
             result = step.run(BlockCall(block, first, known, file, digits, watch))
     except AttributeError as error:

@@ -70,6 +70,12 @@ class DatasetFiles(NamedTuple):
         """The data files, in order."""
         return list(self.blobs.items())[2:]
 
+    @property
+    def size(self) -> DatasetSize:
+        """Of all files together."""
+        blobs = self.blobs.values()
+        return DatasetSize(sum(blob.size for blob in blobs), sum(blob.stored for blob in blobs))
+
 
 # --- putting ------------------------------------------------------------------------------------------------
 
@@ -246,7 +252,11 @@ def load(store: Store, name: str) -> datasets.Dataset:
     Raises:
         NotFoundError, CorruptError: as for `find_files`; data files included.
     """
-    files = find_files(store, name)
+    return load_files(store, find_files(store, name))
+
+
+def load_files(store: Store, files: DatasetFiles) -> datasets.Dataset:
+    """The dataset of `find_files`. See `load`."""
     tables = _open_lazily(store, files) or [load_table(store, part, blob) for part, blob in files.data]
     for part in files.blobs:
         store.count_use(part)

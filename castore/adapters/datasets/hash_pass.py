@@ -20,6 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER, BlockResult, NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_features
+from castore.adapters.datasets.call_watch import EarlyCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.operator_state import OperatorState
@@ -63,6 +64,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         {"kind": "hash", "operator": operator},
         Cut(BATCH_ROWS if step.sees_batches() else None, BATCH_ROWS),
         OperatorState(step.operator.compute_hash, step.name),
+        EarlyCalls(),
         keeps_count=True,
         at_once=step.rows_at_once(),
         **options,
@@ -74,7 +76,7 @@ def _new_columns(step: Step, call: BlockCall) -> datasets.Dataset:
     rows = call.rows
     features = None if call.features is None else datasets.Features({**rows.features, **call.features})
     options = RunOptions(
-        file=str(call.file), called=call.called, fingerprint=call.fingerprint, features=features
+        file=str(call.file), watch=call.watch, fingerprint=call.fingerprint, features=features
     )
     hashed = hash_rows(step.operator, rows, options)
     new = [name for name in hashed.column_names if name not in rows.column_names]

@@ -18,8 +18,9 @@ from datasets.dataset_dict import bind
 
 from castore.adapters.datasets import dataset_entries, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.block_step import BlockCall, BlockStep, Called, CallWatched, can_cut
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.call_blocks import KeptCalls
+from castore.adapters.datasets.call_watch import CallWatch, CallWatched, EarlyCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.event_loops import loops_closed
@@ -156,11 +157,11 @@ def _run_cached(
     }
     digits = step_runner.step_key(source, name, kind, description.fingerprint, parameters)
 
-    def make(file: Path, called: Called | None) -> datasets.Dataset:
+    def make(file: Path, watch: CallWatch | None) -> datasets.Dataset:
         passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
         with loops_closed(function) as own:
-            if called is not None and not inspect.iscoroutinefunction(function):
-                own = CallWatched(own, called)  # noqa: PLW2901
+            if watch is not None and not inspect.iscoroutinefunction(function):
+                own = CallWatched(own, watch)  # noqa: PLW2901
                 passed.pop("num_proc", None)  # 1: another process would load a model once more
             return getattr(dataset, kind)(
                 own,
@@ -239,7 +240,7 @@ def _in_blocks(
         if call.features is not None:
             passed["features"] = call.features
         with loops_closed(function) as own:
-            watched = own if is_async else CallWatched(own, call.called)
+            watched = own if is_async else CallWatched(own, call.watch)
 
             def run_rows(places: Sequence[int], **more: Any) -> datasets.Dataset:
                 numbers = [call.first + place for place in places]
@@ -273,6 +274,7 @@ def _in_blocks(
         counted,
         Cut(multiple, 0 if has_features else first_rows),
         OperatorState([function, arguments["fn_kwargs"]], operator_name(function), is_named=is_named),
+        EarlyCalls(),
         is_numbered=is_numbered or drops,
         has_features=has_features,
         at_once=size if is_batched else AWAITED_ROWS if is_async else 1,

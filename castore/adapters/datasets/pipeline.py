@@ -24,7 +24,8 @@ from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
 from castore.adapters.datasets.block_entries import NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once, require_no_memory
-from castore.adapters.datasets.block_step import BlockCall, BlockStep, Called, can_cut
+from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
+from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
@@ -430,12 +431,12 @@ class _Run:
         """A function that runs a step on the present dataset."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
-        def make(file: Path, called: Called | None) -> datasets.Dataset:
+        def make(file: Path, watch: CallWatch | None) -> datasets.Dataset:
             self._files.add(file)
             count = self._meter.make_counter(number, len(dataset))
-            # Behind a `called` it is 1, if it is given: another process could not be watched.
-            num_proc = self._pipeline.num_proc if called is None else None
-            return step.run(dataset, RunOptions(num_proc, str(file), count, fingerprint, called=called))
+            # Behind a watch it is 1, if it is given: another process could not be watched.
+            num_proc = self._pipeline.num_proc if watch is None else None
+            return step.run(dataset, RunOptions(num_proc, str(file), count, fingerprint, watch=watch))
 
         return make
 
@@ -444,10 +445,10 @@ class _Run:
         in_one_pass, dataset = self._step_maker(planned.number, fingerprint), self._dataset
         self._hashed = None
 
-        def make(file: Path, called: Called | None) -> datasets.Dataset:
+        def make(file: Path, watch: CallWatch | None) -> datasets.Dataset:
             blocks = self.hashes_in_blocks(planned)
             if blocks is None:
-                return in_one_pass(file, called)
+                return in_one_pass(file, watch)
             self._files.add(file)
             try:
                 self._hashed = compute_hashes(
@@ -461,7 +462,7 @@ class _Run:
                     CacheWarning,
                     stacklevel=6,
                 )
-                return in_one_pass(file, called)
+                return in_one_pass(file, watch)
             return drop_duplicates(planned.step.operator, self._hashed.dataset, dataset.column_names)
 
         return make
@@ -499,7 +500,7 @@ class _Run:
             # numbers of rows, which are few enough for memory.
             file = None if is_filter else str(call.file)
             options = RunOptions(
-                file=file, called=call.called, fingerprint=call.fingerprint, features=call.features
+                file=file, watch=call.watch, fingerprint=call.fingerprint, features=call.features
             )
             return step.run(call.rows, options)
 
@@ -509,6 +510,7 @@ class _Run:
             {"kind": step.kind, "operator": planned.description.fingerprint},
             Cut(BATCH_ROWS if step.sees_batches() else None, 0 if is_filter else BATCH_ROWS),
             OperatorState(step.hashed, step.name),
+            EarlyCalls(),
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
             at_once=step.rows_at_once(),
@@ -654,7 +656,7 @@ class _Run:
     def _run_step(self, number: int, fingerprint: str | None) -> StepReport:
         rows, began = len(self._dataset), time.perf_counter()
         self._meter.begin(number, rows)
-        make = partial(self._step_maker(number, fingerprint), called=None)
+        make = partial(self._step_maker(number, fingerprint), watch=None)
         file = scratch.new_file(self._store, self._pipeline.temp_dir)
         self._dataset = step_runner.run_step(make, file, fingerprint)
         self._drop_unused()

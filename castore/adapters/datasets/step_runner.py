@@ -36,7 +36,8 @@ from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun, features_of, require_no_memory
-from castore.adapters.datasets.block_step import BlockStep, Called, TooSlowError, watch_whole
+from castore.adapters.datasets.block_step import BlockStep, watch_whole
+from castore.adapters.datasets.call_watch import CallWatch, TooSlowError
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.tables import (
@@ -72,8 +73,8 @@ _OWN_INFO = "own_info"
 class StepFunction(Protocol):
     """Runs a step."""
 
-    def __call__(self, file: Path, called: Called | None) -> datasets.Dataset:
-        """The result, given a path for its Arrow file, and what `BlockCall.called` is, or None."""
+    def __call__(self, file: Path, watch: CallWatch | None) -> datasets.Dataset:
+        """The result, given a path for its Arrow file, and what `BlockCall.watch` is, or None."""
 
 
 class StepOutcome(NamedTuple):
@@ -147,7 +148,8 @@ def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None)
     if record is None:
         return None
     try:
-        dataset = dataset_entries.load(store, name)
+        files = dataset_entries.find_files(store, name)
+        dataset = dataset_entries.load_files(store, files)
     except NotFoundError:
         dataset_entries.drop(store, name)  # gc removed a part of it
         return None
@@ -158,7 +160,7 @@ def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None)
         )
         return None
     _describe(dataset, record, info)
-    size = known_size(dataset_entries.size_of(store, name))
+    size = known_size(files.size)
     return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0, work_seconds(record))
 
 
@@ -226,7 +228,7 @@ def run_or_load(
     why, seconds_a_row = "", None
     if blocks is not None and only_if_slow:
         try:
-            return as_one(partial(make, called=watch_whole(blocks)))
+            return as_one(partial(make, watch=watch_whole(blocks)))
         except TooSlowError as error:
             seconds_a_row = error.seconds_a_row
     if blocks is not None:
@@ -236,7 +238,7 @@ def run_or_load(
         except NotInBlocksError as error:
             why = str(error)
             require_no_memory(blocks, why)
-    return as_one(partial(make, called=None), why)
+    return as_one(partial(make, watch=None), why)
 
 
 def _run_as_one(

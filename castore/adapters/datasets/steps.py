@@ -25,7 +25,7 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets import juicer
-from castore.adapters.datasets.block_step import Called, CallWatched
+from castore.adapters.datasets.call_watch import CallWatch, CallWatched
 from castore.adapters.datasets.event_loops import loops_closed
 from castore.errors import InvalidValueError
 from castore.system import worker_processes
@@ -51,7 +51,7 @@ class RunOptions:
         count: a callback that receives the number of rows done, where that can be known.
         fingerprint: the fingerprint of the result; `datasets` would derive one by pickling the operator.
         features: the features of the result; None to find them.
-        called: a callback for each result of the operator, where that can be known.
+        watch: for the calls of the operator, where they can be watched.
     """
 
     num_proc: int | None = None
@@ -59,7 +59,7 @@ class RunOptions:
     count: Callable[[int], object] | None = None
     fingerprint: str | None = None
     features: datasets.Features | None = None
-    called: Called | None = None
+    watch: CallWatch | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Arguments for `datasets.Dataset.map` and `filter`; datasets' own cache is not used."""
@@ -329,4 +329,4 @@ def _observed(function: Callable[..., Any], batched: bool, options: RunOptions) 
         return function
     if options.count is not None:
         function = _CountRows(function, batched, options.count)
-    return function if options.called is None else CallWatched(function, options.called)
+    return function if options.watch is None else CallWatched(function, options.watch)

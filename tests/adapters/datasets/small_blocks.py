@@ -16,6 +16,7 @@ import pyarrow as pa
 from castore.adapters.datasets import (
     block_parts,
     block_step,
+    call_watch,
     cutting,
     dataset_entries,
     source_blocks,
@@ -53,7 +54,7 @@ def slow_blocks(finer: int | None = None) -> Iterator[None]:
     """
     with (
         mock.patch.object(block_step, "SLOW_SECONDS", 0.0),
-        mock.patch.object(block_step, "_TELLING_SECONDS", 0.0),
+        mock.patch.object(call_watch, "_TELLING_SECONDS", 0.0),
         mock.patch.object(block_parts, "_FINER", block_parts._FINER if finer is None else (finer,)),
     ):
         yield

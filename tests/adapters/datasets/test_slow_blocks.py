@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -16,7 +17,7 @@ import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import Pipeline, block_step, cached_filter, cached_map
+from castore.adapters.datasets import Pipeline, block_step, cached_filter, cached_map, call_watch
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.block_parts import PARTS_FOLDER
 from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
@@ -168,6 +169,155 @@ def test_a_quick_function_runs_each_row_once_and_makes_no_parts(store: Store) ->
     assert stored(store, PARTS_FOLDER) == {}
 
 
+@functools.cache
+def seen() -> set[Any]:
+    """Memory that is in nobody's key."""
+    return set()
+
+
+class Lean:
+    """Remembers rows in what does not count as its state."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.seen = set()
+
+    def __call__(self, row: dict[str, Any]) -> bool:
+        ran()
+        is_new = row["text"] not in self.seen
+        self.seen.add(row["text"])
+        return is_new
+
+
+def is_new(row: dict[str, Any]) -> bool:
+    ran()
+    known = row["text"] in seen()
+    seen().add(row["text"])
+    return not known
+
+
+@pytest.mark.parametrize("way", ["cached_filter", "Pipeline", "in one piece at first"])
+@pytest.mark.parametrize("function", [is_new, Lean()], ids=["a singleton", "left out of its state"])
+def test_a_function_with_hidden_memory_sees_each_row_once_in_a_first_run(
+    store: Store, way: str, function: Any
+) -> None:
+    """Regression: the rows that told that a block is slow ran twice, so a filter took them for repeated."""
+    seen().clear()
+    getattr(function, "seen", seen()).clear()
+    data = rows([f"w{number}" for number in range(150)])
+    with contextlib.ExitStack() as stack:
+        if way == "in one piece at first":
+            stack.enter_context(small_blocks(1 << 20, 10_000))
+        stack.enter_context(slow_blocks(20))
+        if way == "Pipeline":
+            made: Any = Pipeline([_Filter(function)], store=store).run(data).dataset
+        else:
+            made = cached_filter(data, function, store=store)
+    assert made["text"][:] == data["text"][:]
+    assert ran.take() == 150
+
+
+class _Filter:
+    """An operator that is a filter, as Data-Juicer's are."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def compute_stats(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    def process(self, row: dict[str, Any]) -> bool:
+        return bool(self.function(row))
+
+
+def new_dict(row: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"size": len(row["text"])}
+
+
+def changes_the_row(row: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    row["text"] = row["text"].upper()
+    row["size"] = len(row["text"])
+    return row
+
+
+def changes_the_row_and_returns_another(row: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    row["text"] = row["text"].upper()
+    row["more"] = 1
+    return {"size": len(row["text"])}
+
+
+def deletes_a_column(row: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    size = len(row["text"])
+    del row["text"]
+    return {"size": size, "n": row["n"]}
+
+
+shared: dict[str, Any] = {}
+
+
+def returns_one_dict_again_and_again(row: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    shared["size"] = len(row["text"])
+    return shared
+
+
+def uses_the_number(row: dict[str, Any], number: int) -> dict[str, Any]:
+    ran()
+    return {"size": number + len(row["text"])}
+
+
+def of_a_column(text: str) -> dict[str, Any]:
+    ran()
+    return {"size": len(text)}
+
+
+def of_a_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    ran()
+    batch["n"] = [number + 1 for number in batch["n"]]
+    return {"size": [len(text) for text in batch["text"]]}
+
+
+@pytest.mark.filterwarnings("ignore:.*remembers rows")  # a dict that it returns again is a state
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize(
+    ("function", "options", "calls"),
+    [
+        (new_dict, {}, COUNT),
+        (changes_the_row, {}, COUNT),
+        (changes_the_row_and_returns_another, {}, COUNT),
+        (deletes_a_column, {"remove_columns": ["text"]}, COUNT),
+        (returns_one_dict_again_and_again, {}, COUNT),
+        (uses_the_number, {"with_indices": True}, COUNT),
+        (of_a_column, {"input_columns": "text"}, COUNT),
+        (of_a_batch, {"batched": True, "batch_size": 5}, COUNT // 5),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_no_row_runs_twice_and_the_result_is_that_of_one_pass(
+    store: Store, function: Any, options: dict[str, Any], calls: int, is_small: bool
+) -> None:
+    data = datasets.Dataset.from_dict({"text": texts(), "n": list(range(COUNT))})
+    plain = told(data.map(function, **options))
+    ran.take()
+    shared.clear()
+    with contextlib.ExitStack() as stack:
+        if is_small:
+            stack.enter_context(small_blocks(1 << 20, 10_000))
+        stack.enter_context(slow_blocks(20))
+        made = cached_map(data, function, store=store, **options)
+    assert told(made) == plain
+    assert ran.take() == calls
+
+
 def test_a_function_that_takes_long_at_first_is_soon_known_to_be_quick(store: Store) -> None:
     @functools.cache
     def load(number: int) -> None:
@@ -197,7 +347,7 @@ def test_rows_of_which_some_take_long_are_kept_in_parts(store: Store) -> None:
     with (
         small_blocks(1 << 17, 1000),
         mock.patch.object(block_step, "SLOW_SECONDS", 0.5),
-        mock.patch.object(block_step, "_TELLING_SECONDS", 0.02),
+        mock.patch.object(call_watch, "_TELLING_SECONDS", 0.02),
         pytest.raises(RuntimeError, match="the end"),
     ):
         cached_map(rows(texts(1000)), in_turns, store=store, fingerprint="turns")
