@@ -4,16 +4,18 @@ A run that turns out to be slow is ended between two calls, and begins anew in p
 rows where nobody sees it, in a cached singleton or in a file, and `map` shows it each row once. So the calls
 before the end are kept, and the run that begins anew takes their results.
 
-Must never call a function in the place of its step, or keep what a run has not ended.
+Must never give a kept result out twice, or one that a later call may have changed.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 from datasets.formatting.formatting import LazyDict
 
 from castore.adapters.datasets.operator_state import OperatorState
@@ -22,6 +24,10 @@ from castore.adapters.datasets.operator_state import OperatorState
 _TELLING_SECONDS = 0.5
 # Calls after which no run is ended any more: `map` itself writes after as many rows.
 _MOST_CALLS = 1000
+# After so many calls a function that takes less than that part of the time that is slow counts as quick.
+_QUICK_CALLS, _QUICK = 8, 1 / 20
+# In the place of a result that is the function's first argument.
+_FIRST_ARGUMENT = object()
 
 
 class TooSlowError(Exception):
@@ -37,11 +43,18 @@ class TooSlowError(Exception):
 
 
 class _Call(NamedTuple):
-    """A call as it was: its result, its seconds, its rows, and what it has made of its first argument."""
+    """A call as it was.
 
-    result: Any
-    seconds: float
+    Attributes:
+        rows: that the function got.
+        seconds: that it took.
+        result: a copy, or `_FIRST_ARGUMENT`.
+        given: a copy of the first argument as the function has left it: `map` merges the result into it.
+    """
+
     rows: int
+    seconds: float
+    result: Any
     given: Any
 
 
@@ -55,14 +68,10 @@ class EarlyCalls:
         """Keep calls, for the run that begins anew."""
         self._calls |= calls
 
-    def take(self, row: int, arguments: tuple[Any, ...], at_once: int) -> _Call | None:
-        """The call on the rows from that number on, once; None if there was none, or on other rows."""
+    def take(self, row: int, rows: int) -> _Call | None:
+        """The call on so many rows from that number on, once; None if there was none."""
         call = self._calls.get(row)
-        if call is None or call.rows != _rows_in(arguments, at_once):
-            return None
-        del self._calls[row]
-        _restore(arguments, call.given)
-        return call
+        return self._calls.pop(row) if call is not None and call.rows == rows else None
 
 
 class CallWatch:
@@ -92,7 +101,8 @@ class CallWatch:
         self._begin, self._rows, self._at_once = first, rows, at_once
         self._most = slow_seconds
         self._calls, self._first, self._seconds = 0, 0.0, 0.0
-        self._kept: dict[int, _Call] = {}
+        # None for a function that is quick, or whose results cannot be copied: its calls are not kept.
+        self._kept: dict[int, _Call] | None = {}
         #: The keys of the dicts that the function returned: all different sets of them, each in order.
         self.keys: set[tuple[str, ...]] = set()
         self._latest: tuple[str, ...] = ()
@@ -103,17 +113,19 @@ class CallWatch:
         Raises:
             TooSlowError: the block takes long; the function has seen these rows.
         """
-        row = self._begin + self._calls * self._at_once
-        call = self._early.take(row, arguments, self._at_once)
+        row, rows = self._begin + self._calls * self._at_once, _rows_in(arguments, self._at_once)
+        call = self._early.take(row, rows)
         if call is None:
             began = time.perf_counter()
             result = function(*arguments, **keywords)
             seconds = time.perf_counter() - began
         else:
-            result, seconds = call.result, call.seconds
-        if math.isfinite(self._most):
-            given = _present(arguments)
-            self._kept[row] = _Call(_own(result), seconds, _rows_in(arguments, self._at_once), given)
+            result, seconds = _restore(call, arguments), call.seconds
+        if self._kept is not None and math.isfinite(self._most):
+            try:
+                self._kept[row] = _copy_of(rows, seconds, result, arguments, self._at_once)
+            except Exception:  # noqa: BLE001 (of whatever a result holds)
+                self._kept = None
         self._note(result, seconds)
         return result
 
@@ -132,17 +144,19 @@ class CallWatch:
         done = self._calls * self._at_once
         if done * 2 >= self._rows or self._calls > _MOST_CALLS:
             self._go_on()
+        elif self._calls >= _QUICK_CALLS and speed * self._rows < self._most * _QUICK:
+            self._kept = None
         elif spent > _TELLING_SECONDS and speed * self._rows > self._most:
             if self._state.has_changed(now=True):
                 self._go_on()
             else:
-                self._early.keep(self._kept)
+                self._early.keep(self._kept or {})
                 raise TooSlowError(speed)
 
     def _go_on(self) -> None:
         """Let the run reach its end."""
         self._most = math.inf
-        self._kept.clear()
+        self._kept = None
 
     def seconds_a_row(self) -> float | None:
         """The time that the function takes; None if it was not called, or is a coroutine function."""
@@ -172,26 +186,53 @@ def _rows_in(arguments: tuple[Any, ...], at_once: int) -> int:
     if at_once == 1 or not arguments:
         return 1
     first = arguments[0]
-    return len(next(iter(first.values()), ())) if isinstance(first, dict | LazyDict) else len(first)
+    if isinstance(first, LazyDict):  # a look at a column would decode it
+        return int(first.pa_table.num_rows)
+    return len(next(iter(first.values()), ())) if type(first) is dict else len(first)
 
 
-def _own(result: Any) -> Any:
-    """A result that the function does not change any more, as far as `map` takes it over at once."""
-    return dict(result) if type(result) is dict else result
+def _copy_of(rows: int, seconds: float, result: Any, arguments: tuple[Any, ...], at_once: int) -> _Call:
+    """A call that later calls do not change.
+
+    `map` writes the result of a batch at once, so a function may fill the same buffers again and again. Rows
+    are written together later on, so there a function can reuse no more than the dict itself.
+    """
+    copied = copy.copy if at_once == 1 else copy.deepcopy
+    first = arguments[0] if arguments else None
+    given: Any = None
+    if isinstance(first, LazyDict):
+        given = copied(first.data), set(first.keys_to_format)
+    elif type(first) is dict:
+        given = copied(first)
+    if result is first:
+        return _Call(rows, seconds, _FIRST_ARGUMENT, given)
+    if isinstance(result, LazyDict):
+        kept: Any = _LazyResult(result, copied(result.data), set(result.keys_to_format))
+    elif type(result) is dict or (at_once > 1 and not isinstance(result, pa.Table)):
+        kept = copied(result)
+    else:
+        kept = result
+    return _Call(rows, seconds, kept, given)
 
 
-def _present(arguments: tuple[Any, ...]) -> Any:
-    """The row as a function has left it: `map` merges the result into it."""
-    row = arguments[0] if arguments else None
-    if isinstance(row, LazyDict):
-        return dict(row.data), set(row.keys_to_format)
-    return dict(row) if type(row) is dict else None
+class _LazyResult(NamedTuple):
+    """A row or a batch of `datasets` that a function has returned."""
+
+    row: LazyDict
+    data: dict[str, Any]
+    keys_to_format: set[str]
 
 
-def _restore(arguments: tuple[Any, ...], given: Any) -> None:
-    row = arguments[0] if arguments else None
-    if isinstance(row, LazyDict):
-        row.data, row.keys_to_format = given
-    elif type(row) is dict:
-        row.clear()
-        row.update(given)
+def _restore(call: _Call, arguments: tuple[Any, ...]) -> Any:
+    """Have a call's first argument as it was afterwards; returns the result."""
+    first = arguments[0] if arguments else None
+    if isinstance(first, LazyDict):
+        first.data, first.keys_to_format = call.given
+    elif type(first) is dict:
+        first.clear()
+        first.update(call.given)
+    if isinstance(call.result, _LazyResult):
+        row: LazyDict = call.result.row
+        row.data, row.keys_to_format = call.result.data, call.result.keys_to_format
+        return row
+    return first if call.result is _FIRST_ARGUMENT else call.result

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import datasets
+import numpy as np
 import pytest
 
 from castore import Store
@@ -286,6 +287,36 @@ def of_a_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {"size": [len(text) for text in batch["text"]]}
 
 
+@functools.cache
+def buffer() -> np.ndarray[Any, Any]:
+    """Memory that a function fills again and again, as models do; in nobody's key."""
+    return np.zeros((5, 2))
+
+
+def fills_one_buffer(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    ran()
+    buffer()[:] = np.array(batch["n"])[:, None]
+    return {"vector": buffer()}
+
+
+def returns_nothing(row: dict[str, Any]) -> None:
+    ran()
+
+
+def returns_a_copy_of_the_row(row: Any) -> Any:
+    ran()
+    other = row.copy()
+    row["text"] = "of no account"
+    other["size"] = len(other["text"])
+    return other
+
+
+def of_numpy(batch: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    batch["n"] += 1
+    return {"size": batch["n"] * 2}
+
+
 @pytest.mark.filterwarnings("ignore:.*remembers rows")  # a dict that it returns again is a state
 @pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize(
@@ -299,6 +330,10 @@ def of_a_batch(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         (uses_the_number, {"with_indices": True}, COUNT),
         (of_a_column, {"input_columns": "text"}, COUNT),
         (of_a_batch, {"batched": True, "batch_size": 5}, COUNT // 5),
+        (fills_one_buffer, {"batched": True, "batch_size": 5}, COUNT // 5),
+        (returns_nothing, {}, COUNT),
+        (returns_a_copy_of_the_row, {}, COUNT),
+        (of_numpy, {"batched": True, "batch_size": 5}, COUNT // 5),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -306,6 +341,8 @@ def test_no_row_runs_twice_and_the_result_is_that_of_one_pass(
     store: Store, function: Any, options: dict[str, Any], calls: int, is_small: bool
 ) -> None:
     data = datasets.Dataset.from_dict({"text": texts(), "n": list(range(COUNT))})
+    if function is of_numpy:
+        data = data.with_format("numpy")
     plain = told(data.map(function, **options))
     ran.take()
     shared.clear()
