@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from castore import Store
 from castore.errors import RemoteDeniedError, RemoteUnreachableError
 from tests.helpers import noise, text
-from tests.remote.proxy import Fault, answer, proxy, stall
+from tests.remote.proxy import Fault, Proxy, answer, proxy, stall
 from tests.remote.servers import Place, environment, free_ports
 
 
@@ -27,39 +29,47 @@ def test_what_one_node_pushes_to_object_storage_another_pulls(seaweedfs: Place, 
         assert {name: two.get(name) for name in contents} == contents
 
 
+@contextmanager
+def many_pages_on_a_link(seaweedfs: Place, folder: Path) -> Iterator[tuple[Store, Store, Store, Proxy]]:
+    """A store that has pushed a tree of several pages, two that have not pulled it, and the way to it."""
+    url = f"{seaweedfs.url}/{uuid.uuid4().hex}"
+    with (
+        environment(seaweedfs.environment),
+        Store(folder / "one") as one,
+        Store(folder / "two") as two,
+        Store(folder / "three") as three,
+        proxy(seaweedfs.port) as link,
+    ):
+        one.put_many((f"n/{number:04}", b"%d" % number) for number in range(3000))
+        one.add_remote("team", url).push()
+        for store in (two, three):
+            store.add_remote("team", url, read_only=True)
+        with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
+            yield one, two, three, link
+
+
 def test_a_first_pull_asks_for_the_pages_beside_the_ref_and_a_later_one_does_not(
     seaweedfs: Place, tmp_path: Path
 ) -> None:
     """A pull of an older commit has no use for those of the newest, either."""
-    url = f"{seaweedfs.url}/{uuid.uuid4().hex}"
-    with (
-        environment(seaweedfs.environment),
-        Store(tmp_path / "one") as one,
-        Store(tmp_path / "two") as two,
-        Store(tmp_path / "three") as three,
-        proxy(seaweedfs.port) as link,
-    ):
-        one.put_many((f"n/{number:04}", b"%d" % number) for number in range(3000))
-        first = one.add_remote("team", url).push()
-        for store in (two, three):
-            store.add_remote("team", url, read_only=True)
-        with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
+    with many_pages_on_a_link(seaweedfs, tmp_path) as (one, two, three, link):
 
-            def folders(store: Store, commit: str | None = None) -> list[str]:
-                """The folders in which a pull reads objects."""
-                link.seen.clear()
-                store.pull(remote="team", commit=commit)
-                return [one.path.split("/")[-2] for one in link.seen if one.method == "GET"]
+        def folders(store: Store, commit: str | None = None) -> list[str]:
+            """The folders in which a pull reads objects."""
+            link.seen.clear()
+            store.pull(remote="team", commit=commit)
+            return [one.path.split("/")[-2] for one in link.seen if one.method == "GET"]
 
-            assert folders(three, first.commit).count("hints") == 0
-            found = folders(two)
-            assert (found.count("hints"), found.count("trees")) == (1, 0)
-            one.put("n/0000", b"another")
-            one.push(to="team")
-            found = folders(two)
-            assert found.count("hints") == 0
-            assert found.count("trees") > 0
-            assert two.get("n/0000") == b"another"
+        [first] = one.remote("team").log()
+        assert folders(three, first.commit).count("hints") == 0
+        found = folders(two)
+        assert (found.count("hints"), found.count("trees")) == (1, 0)
+        one.put("n/0000", b"another")
+        one.push(to="team")
+        found = folders(two)
+        assert found.count("hints") == 0
+        assert found.count("trees") > 0
+        assert two.get("n/0000") == b"another"
 
 
 @pytest.mark.parametrize("fault", [stall(0), answer(403)], ids=str)
@@ -67,21 +77,11 @@ def test_a_hint_that_cannot_be_had_holds_up_no_first_pull(
     seaweedfs: Place, tmp_path: Path, fault: Fault
 ) -> None:
     """Regression: a storage that gave no answer for this one object held it up for two minutes."""
-    url = f"{seaweedfs.url}/{uuid.uuid4().hex}"
-    with (
-        environment(seaweedfs.environment),
-        Store(tmp_path / "one") as one,
-        Store(tmp_path / "two") as two,
-        proxy(seaweedfs.port) as link,
-    ):
-        one.put_many((f"n/{number:04}", b"%d" % number) for number in range(3000))
-        one.add_remote("team", url).push()
-        two.add_remote("team", url, read_only=True)
-        with environment({**seaweedfs.environment, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{link.port}"}):
-            link.inject(fault, 100, path="/hints/")
-            began = time.monotonic()
-            assert two.pull(remote="team").added == 3000
-            assert time.monotonic() - began < 60  # a request that stalls is given up after as long
+    with many_pages_on_a_link(seaweedfs, tmp_path) as (_, two, _, link):
+        link.inject(fault, 100, path="/hints/")
+        began = time.monotonic()
+        assert two.pull(remote="team").added == 3000
+        assert time.monotonic() - began < 60  # a request that stalls is given up after as long
 
 
 def test_an_error_of_object_storage_comes_through_the_process(seaweedfs: Place, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def watch_whole(step: BlockStep) -> CallWatch:
 def _watch(step: BlockStep, first: int, rows: int, *, may_end: bool) -> CallWatch:
     most = step.slow_seconds(rows) if may_end else math.inf
     # A file that a row names may change before the run that begins anew.
-    early = EarlyCalls() if may_name_files(step.dataset.features) else step.early
+    early = None if may_name_files(step.dataset.features) else step.early
     return CallWatch(step.state, early, first, rows, step.at_once, most)
 
 

@@ -81,7 +81,7 @@ class CallWatch:
 
     Args:
         state: of the operator.
-        early: calls of runs that were ended.
+        early: calls of runs that were ended; None to keep none.
         first: the number of the block's first row.
         rows: rows of the block.
         at_once: rows that the function gets at one time.
@@ -91,7 +91,7 @@ class CallWatch:
     def __init__(
         self,
         state: OperatorState,
-        early: EarlyCalls,
+        early: EarlyCalls | None,
         first: int,
         rows: int,
         at_once: int,
@@ -101,8 +101,8 @@ class CallWatch:
         self._begin, self._rows, self._at_once = first, rows, at_once
         self._most = slow_seconds
         self._calls, self._first, self._seconds = 0, 0.0, 0.0
-        # None for a function that is quick, or whose results cannot be copied: its calls are not kept.
-        self._kept: dict[int, _Call] | None = {}
+        # None where calls are not kept: the function is quick, or its results cannot be copied.
+        self._kept: dict[int, _Call] | None = None if early is None else {}
         #: The keys of the dicts that the function returned: all different sets of them, each in order.
         self.keys: set[tuple[str, ...]] = set()
         self._latest: tuple[str, ...] = ()
@@ -114,7 +114,9 @@ class CallWatch:
             TooSlowError: the block takes long; the function has seen these rows.
         """
         row, rows = self._begin + self._calls * self._at_once, _rows_in(arguments, self._at_once)
-        call = self._early.take(row, rows)
+        if row >= self._begin + self._rows:  # some rows are tried once more, behind the last
+            return function(*arguments, **keywords)
+        call = None if self._early is None else self._early.take(row, rows)
         if call is None:
             began = time.perf_counter()
             result = function(*arguments, **keywords)
@@ -150,7 +152,8 @@ class CallWatch:
             if self._state.has_changed(now=True):
                 self._go_on()
             else:
-                self._early.keep(self._kept or {})
+                if self._early is not None:
+                    self._early.keep(self._kept or {})
                 raise TooSlowError(speed)
 
     def _go_on(self) -> None:
