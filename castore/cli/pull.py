@@ -71,7 +71,11 @@ def pull(
     at = short(name, pulled.commit)
     changes = count_changes(new=pulled.added, changed=pulled.changed)
     if changes:
-        fetched = "their bytes come when they are read" if lazy else f"{format_size(pulled.fetched)} fetched"
+        fetched = (
+            "bytes that are not here come when they are read"
+            if lazy
+            else f"{format_size(pulled.fetched)} fetched"
+        )
         typer.echo(f"pulled {changes} from {at}: {fetched}")
     elif pulled.fetched:
         typer.echo(f"pulled bytes of names that were here, from {at}: {format_size(pulled.fetched)} fetched")

@@ -15,9 +15,7 @@ from typing import Any
 from castore.errors import CorruptError, InvalidValueError, RemoteDeniedError, RemoteError, RemoteMissingError
 from castore.parts import Parts
 from castore.remote import commits, marker
-from castore.remote.background_work import BackgroundWork
 from castore.remote.base import Base
-from castore.remote.fetcher_client import FetcherClient
 from castore.remote.keys import FOLDERS, hint_key
 from castore.remote.metered_bucket import MeteredBucket, open_metered
 from castore.remote.outcomes import Progress
@@ -171,6 +169,9 @@ class Calls:
     ) -> dict[str, Any]:
         """See `Remote.pull`."""
         if lazy:  # somebody reads soon: the fetcher starts, and connects, meanwhile
+            from castore.remote.background_work import BackgroundWork
+            from castore.remote.fetcher_client import FetcherClient
+
             BackgroundWork().submit(partial(FetcherClient(self.parts.path).prepare, remote))
         is_remote = self.pool.submit(marker.check, self.bucket)
         return pull(

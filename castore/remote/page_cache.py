@@ -37,7 +37,8 @@ _LONGEST_WAY = 100
 # Commits whose roots are fetched ahead.
 _COMMITS_AHEAD = 8
 _COMMIT = re.compile(f"{COMMITS}[0-9a-f]{{64}}")
-_ADVICE = "`castore remote check --deep --repair` in a store that has the page uploads it again"
+_LOST = "`castore remote check --repair` in a store that has the page uploads it again"
+_DAMAGED = "`castore remote check --deep --repair` in a store that has the page uploads it again"
 
 
 def read_cached(store: Path, digest: bytes) -> bytes | None:
@@ -239,11 +240,11 @@ class PageCache:
         try:
             data = self._bucket.get(key).data
         except RemoteMissingError as error:
-            raise RemoteMissingError(f"{error}, a page of a tree; {_ADVICE}") from error
+            raise RemoteMissingError(f"{error}, a page of a tree; {_LOST}") from error
         if digest_of(data) != digest:
             raise CorruptError(
                 f"{self._bucket.url}/{key}, a page of a tree, is damaged: its bytes have another digest;"
-                f" {_ADVICE}",
+                f" {_DAMAGED}",
                 where=key,
             )
         self.keep(digest, data)

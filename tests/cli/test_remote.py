@@ -729,7 +729,7 @@ def test_warm_says_what_is_here(
 def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other: Store) -> None:
     other.put_many([("set/one", noise(1000, 1)), ("set/two", noise(1000, 2))])
     other.push(to="theirs")
-    told = r"pulled 2 new from main@\w{8}: their bytes come when they are read\n"
+    told = r"pulled 2 new from main@\w{8}: bytes that are not here come when they are read\n"
     assert re.fullmatch(told, cli("pull", "main", "--lazy").out)
     assert [line.split()[2] for line in cli("ls", "-l", "set").out.splitlines()] == ["CODEC", "away", "away"]
     assert cli("stat", "--json").json["away"] == {"blobs": 2, "size": 2000, "stored": 2000}
