@@ -20,7 +20,7 @@ from datasets.builder import Key
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.csv import csv as upstream
 
-from castore.recipes.common_schema import Neighbours, cast_tables
+from castore.recipes.common_schema import Neighbours, OtherSchemaError, cast_tables
 
 # By the types that pandas finds in the pieces of a column: one type for pandas, and one for Arrow. All other
 # combinations are text.
@@ -33,6 +33,8 @@ _COLUMN_TYPES = {
     frozenset({"boolean"}): ("boolean", pa.bool_()),
 }
 _TEXT = ("str", pa.string())
+# Stands beside the type of integers of which a float would not keep all digits.
+_LARGE, _EXACT = "large integers", 2**53
 
 #: For each column the names of the types that pandas finds in its pieces, sorted.
 ColumnTypes: TypeAlias = dict[str, list[str]]
@@ -88,7 +90,7 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
         found = self.types
         if found is None:
             found = self.find_types([file for files in shards for file in files])
-        types = {column: _COLUMN_TYPES.get(frozenset(names), _TEXT) for column, names in found.items()}
+        types = {column: _choose_type(column, {*names}) for column, names in found.items()}
         for_pandas = {column: name for column, (name, _) in types.items()}
         for shard, files in enumerate(shards):
             for number, piece in enumerate(self._read_pieces(files, dtype=for_pandas)):
@@ -104,13 +106,14 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
         found: dict[str, set[str]] = defaultdict(set)
         for piece in self._read_pieces(files, dtype_backend="numpy_nullable"):
             for column, values in piece.items():
-                found[column] |= {str(values.dtype)} if values.notna().any() else set()
+                found[column] |= _types_in(values) if values.notna().any() else set()
         return join_types([found])
 
     def _read_pieces(self, files: Iterable[str], **options: Any) -> Iterator[pd.DataFrame]:
         # With low_memory, pandas would infer types from parts of a piece.
         options = {**self.config.pd_read_csv_kwargs, "low_memory": False, **options}
         for file in files:
+            options["skip_blank_lines"] = _may_skip(file, options)
             with pd.read_csv(file, iterator=True, **options) as reader:
                 for piece in reader:
                     if not isinstance(piece.index, pd.RangeIndex):
@@ -120,3 +123,25 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
                             f" {len(piece.columns)}; give each column a name, and quote cells with separators"
                         )
                     yield piece
+
+
+def _may_skip(file: str, options: Mapping[str, Any]) -> bool:
+    """Whether blank lines of a file are no rows. In a file of one column, they are its empty cells."""
+    header = {**options, "chunksize": None, "dtype": None, "nrows": 0}
+    names, others = ([*pd.read_csv(file, **{**header, "skip_blank_lines": skip})] for skip in (True, False))
+    return len(names) != 1 or names != others  # the header itself may stand behind blank lines
+
+
+def _types_in(values: pd.Series) -> set[str]:
+    name = str(values.dtype)
+    is_integer = name in ("Int64", "UInt64")
+    return {name, _LARGE} if is_integer and ((values > _EXACT) | (values < -_EXACT)).any() else {name}
+
+
+def _choose_type(column: str, names: set[str]) -> tuple[str, pa.DataType]:
+    if names >= {_LARGE, "Float64"} and names <= {_LARGE, "Float64", "Int64", "UInt64"}:
+        raise OtherSchemaError(
+            f"column {column!r} has integers over 2^53 beside fractions, and a float would not keep all of"
+            " their digits; write the values of all rows as texts, or of one type"
+        )
+    return _COLUMN_TYPES.get(frozenset(names - {_LARGE}), _TEXT)

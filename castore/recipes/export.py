@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from castore.errors import CastoreError, FullError, InvalidValueError
 from castore.recipes.silence import silence
+from castore.recipes.sources import would_read
 from castore.system.sql_errors import is_full
 
 _OWN_COLUMNS = "__dj__"
@@ -63,16 +64,28 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
         )
 
 
-def check_apart(path: str | os.PathLike[str], files: Iterable[str]) -> None:
-    """Check that an export replaces none of the files that it is made from.
+def check_apart(path: str | os.PathLike[str], files: Iterable[str], sources: Iterable[str]) -> None:
+    """Check that an export replaces none of the files that it is made from, and comes not among them.
 
     Args:
         path: the path of the export.
         files: the files that are read; each of them exists.
+        sources: the paths that stand for these files.
 
     Raises:
-        InvalidValueError: one of the files is at ``path``, or in the folder there, under whatever name.
+        InvalidValueError: one of the files is at ``path``, or in the folder there, under whatever name; or a
+            file at ``path`` would be one of them in the next run.
     """
+    _check_replaces_none(path, files)
+    for source in sources:
+        if would_read(source, os.fspath(path)):
+            raise InvalidValueError(
+                f"the next run would read export_path {os.fspath(path)!r}, since it lies in dataset_path"
+                f" {source!r}; choose a place outside"
+            )
+
+
+def _check_replaces_none(path: str | os.PathLike[str], files: Iterable[str]) -> None:
     try:
         place = os.stat(path)
     except OSError:

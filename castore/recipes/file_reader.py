@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet
 from datasets.builder import Key
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.features.features import require_storage_embed
@@ -280,6 +281,29 @@ def _arguments(reader: Any, folder: str) -> dict[str, Any]:
     return dict(split.gen_kwargs)
 
 
+class _ParquetReader(Parquet):  # type: ignore[misc]
+    """The Parquet builder of `datasets`, which ends with an error at a row group without rows."""
+
+    def _generate_tables(
+        self, files: list[str], row_groups_list: list[Any]
+    ) -> Iterator[tuple[Key, pa.Table]]:
+        chosen = [
+            given or _groups_with_rows(file) for file, given in zip(files, row_groups_list, strict=True)
+        ]
+        yield from super()._generate_tables(files, chosen)
+
+
+def _groups_with_rows(file: str) -> tuple[int, ...] | None:
+    """The row groups of a Parquet file that have rows; None if all have some, or the reader is to report."""
+    try:
+        with open(file, "rb") as data:
+            found = pyarrow.parquet.read_metadata(data)
+    except (OSError, pa.ArrowInvalid):
+        return None
+    groups = tuple(place for place in range(found.num_row_groups) if found.row_group(place).num_rows)
+    return None if len(groups) == found.num_row_groups else groups
+
+
 def _make_reader(kind: str, files: Sequence[str], folder: str, links: str) -> Any:
     """The builder of `datasets` for files of a kind; ``links`` is a folder for links to them."""
     paths = [_plain_path(file, links) for file in files]
@@ -288,7 +312,7 @@ def _make_reader(kind: str, files: Sequence[str], folder: str, links: str) -> An
     if kind == "json":
         return JsonReader(given, folder)
     if kind == "parquet":
-        return Parquet(cache_dir=folder, data_files=given)
+        return _ParquetReader(cache_dir=folder, data_files=given)
     if kind == "text":
         return Text(cache_dir=folder, data_files=given, sample_by="document")
     return CsvReader(given, folder, "\t" if kind == "tsv" else ",")

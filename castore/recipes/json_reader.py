@@ -25,6 +25,7 @@ from castore.recipes.common_schema import Neighbours, add_column, cast_tables, d
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
     """The rows of JSON lines; read a second time if the first reading found timestamps."""
+    read_options.use_threads = False  # with threads, columns that come late have an order by chance
     table = pyarrow.json.read_json(file, read_options=read_options)
     schema = pa.schema([pa.field(field.name, _without_timestamps(field.type)) for field in table.schema])
     if schema.equals(table.schema):

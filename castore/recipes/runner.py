@@ -249,7 +249,8 @@ def process(
         store = Store(recipe.ds_cache_dir, memory=0)
     pipeline = make_pipeline(recipe, store)
     source = find_source(recipe)
-    export.check_apart(recipe.export_path, source.files)
+    paths = [path for path, _ in recipe.parts()] or [recipe.dataset_path]
+    export.check_apart(recipe.export_path, source.files, paths)
     report = FilesReport()
     with silence():
         try:

@@ -123,9 +123,39 @@ def _match_pattern(pattern: str) -> list[str]:
 
 
 def _walk_files(folder: str) -> Iterator[str]:
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    """The files below a folder, also behind links to folders, but no hidden ones."""
+    above: dict[str, frozenset[str]] = {folder: frozenset()}
+    for place, folders, files in os.walk(folder, followlinks=True):
+        here = above.pop(place) | {os.path.realpath(place)}
+        # A link to a folder that it lies in has no end.
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and os.path.realpath(os.path.join(place, name)) not in here
+        )
+        above |= {os.path.join(place, name): here for name in folders}
         yield from (os.path.join(place, name) for name in sorted(files) if not name.startswith("."))
+
+
+# Patterns of several folders, as regular expressions. Hidden ones are left out, as `glob` does it.
+_ANY = {"**/": "(?:[^/.][^/]*/)*", "**": "(?:[^/.][^/]*/)*[^/.][^/]*"}
+
+
+def would_read(path: str, file: str) -> bool:
+    """Whether the data at a path, a folder or a pattern, would have a file as well if the file were there.
+
+    >>> would_read("data/**/*.jsonl", "data/a/b.jsonl"), would_read("data/*.jsonl", "data/a/b.jsonl")
+    (True, False)
+    """
+    if os.path.isdir(path):
+        place = os.path.relpath(os.path.realpath(file), os.path.realpath(path)).split(os.sep)
+        is_there = not any(part.startswith(".") for part in place)  # "..", too
+        return is_there and _saved_folder(path) is None
+    if os.path.exists(path) or "*" not in path:
+        return False
+    pieces = re.split(r"(\*\*/|\*\*$|\*+)", os.path.abspath(path))
+    pattern = "".join(_ANY.get(piece, "[^/]*" if "*" in piece else re.escape(piece)) for piece in pieces)
+    return re.fullmatch(pattern, os.path.abspath(file)) is not None
 
 
 def _make_source(path: str, files: Sequence[str]) -> Source:

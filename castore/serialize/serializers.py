@@ -240,7 +240,7 @@ def _time(moment: dt.datetime) -> Any | None:
     """Return a UTC time as msgpack's timestamp, a naive or fixed-offset time as text, None for others."""
     import msgpack
 
-    if moment.tzinfo is dt.timezone.utc:
+    if moment.tzinfo is dt.timezone.utc and not moment.fold:
         # Integer arithmetic: datetime.timestamp() rounds microseconds in distant years.
         seconds, rest = divmod(moment - _EPOCH, dt.timedelta(seconds=1))
         return msgpack.Timestamp(seconds, rest.microseconds * 1000)

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from castore import Store
 from castore.adapters.datasets import background
@@ -227,7 +230,7 @@ def test_a_file_that_does_not_fit_those_before_is_refused_and_named(
     for name, row in (("a", first), ("b", first), ("c", later)):
         text = lines_of([row] * rows) if ending == "jsonl" else json.dumps([row] * rows)
         (tmp_path / f"{name}.{ending}").write_text(text)
-    recipe = Recipe(str(tmp_path / f"*.{ending}"), str(tmp_path / "out.jsonl"), [lambda sample: sample])
+    recipe = Recipe(str(tmp_path / f"*.{ending}"), str(tmp_path / "out" / "o.jsonl"), [lambda sample: sample])
     with pytest.raises(InvalidValueError, match=re.escape(words)) as caught:
         process(recipe, store=store)
     assert f"in {str(tmp_path / f'c.{ending}')!r}: " in str(caught.value)
@@ -776,6 +779,126 @@ def test_an_export_replaces_nothing_that_it_is_made_from(
             process(recipe, store=store)
         assert list(store.entries()) == []
     assert all(file.read_bytes() == content for file, content in before.items())
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("in", "in/o.jsonl"),
+        ("in", "in/deep/o"),
+        ("in/*.jsonl", "in/o.jsonl"),
+        ("in/**/*.jsonl", "in/a/b/o.jsonl"),
+    ],
+)
+def test_an_export_that_the_next_run_would_read_is_refused(tmp_path: Path, source: str, target: str) -> None:
+    """Regression: the first run wrote it, and no later one could replace it."""
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl")
+    recipe = Recipe(str(tmp_path / source), str(tmp_path / target), [])
+    with (
+        Store(tmp_path / "store") as store,
+        pytest.raises(InvalidValueError, match="the next run would read export_path"),
+    ):
+        process(recipe, store=store)
+    assert [*(tmp_path / "in").iterdir()] == [tmp_path / "in" / "a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("in/a.jsonl", "in/o.jsonl"),
+        ("in/*.jsonl", "in/o.parquet"),
+        ("in", "in/.o.jsonl"),
+        ("in/*.jsonl", "in/b/o.jsonl"),
+    ],
+)
+def test_an_export_that_no_run_would_read_may_lie_beside_the_input(
+    tmp_path: Path, source: str, target: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl")
+    recipe = Recipe(str(tmp_path / source), str(tmp_path / target), [])
+    with Store(tmp_path / "store") as store:
+        assert [process(recipe, store=store).rows_out for _ in range(2)] == [3, 3]
+
+
+def test_a_folder_is_read_behind_links_but_no_link_twice_on_one_way(tmp_path: Path) -> None:
+    """Regression: rows behind a link to a folder were left out without a word."""
+    for folder in ("in", "real"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / f"{folder}.jsonl")
+    (tmp_path / "in" / "linked").symlink_to("../real")
+    (tmp_path / "in" / "loop").symlink_to(".")
+    (tmp_path / "in" / ".hidden").symlink_to("../real")
+    found = sources.find(tmp_path / "in").files
+    assert [os.path.relpath(file, tmp_path) for file in found] == ["in/in.jsonl", "in/linked/real.jsonl"]
+
+
+def test_blank_lines_of_a_file_of_one_column_are_its_empty_cells(tmp_path: Path) -> None:
+    """Regression: they were left out, and with them cells of spaces and the nulls of an export."""
+    rows = [{"text": "a"}, {"text": "   "}, {"text": None}, {"text": "b"}]
+    export.export(datasets.Dataset.from_list(rows), tmp_path / "o.csv")
+    (tmp_path / "plain.csv").write_text("text\na\n   \n\nb\n")
+    for name in ("o.csv", "plain.csv"):
+        assert sources.read(sources.find(tmp_path / name), tmp_path / name[0]).to_list() == rows
+    (tmp_path / "two.csv").write_text("text,n\na,1\n\nb,2\n\n")
+    assert len(sources.read(sources.find(tmp_path / "two.csv"), tmp_path / "two")) == 2
+
+
+@pytest.mark.parametrize("name", ["csv", "tsv"])
+def test_large_integers_beside_fractions_of_another_file_are_an_error(tmp_path: Path, name: str) -> None:
+    """Regression: they lost digits."""
+    for file, number in (("a", "1.5"), ("b", str(2**53 + 1))):
+        (tmp_path / f"{file}.{name}").write_text(f"n\n{number}\n")
+    recipe = Recipe(str(tmp_path / f"*.{name}"), str(tmp_path / "out.jsonl"), [lambda sample: sample])
+    with (
+        Store(tmp_path / "store") as store,
+        pytest.raises(InvalidValueError, match=r"column 'n' has integers over 2\^53 beside fractions"),
+    ):
+        process(recipe, store=store)
+    (tmp_path / f"a.{name}").write_text("n\n-1\n")
+    with Store(tmp_path / "store") as store:
+        process(recipe, store=store)
+    assert (tmp_path / "out.jsonl").read_text() == '{"n": -1}\n{"n": 9007199254740993}\n'
+
+
+def test_parquet_files_and_row_groups_without_rows_are_passed_over(tmp_path: Path) -> None:
+    """Regression: "BatchSize must be greater than 0" ended the run."""
+    table = pa.table({"text": ["a", "b"]})
+    pq.write_table(table.slice(0, 0), tmp_path / "a.parquet")
+    pq.write_table(table, tmp_path / "b.parquet")
+    with pq.ParquetWriter(tmp_path / "c.parquet", table.schema) as writer:
+        writer.write_table(table.slice(0, 0))
+        writer.write_table(table)
+    recipe = Recipe(str(tmp_path / "*.parquet"), str(tmp_path / "out.jsonl"), [lambda sample: sample])
+    with Store(tmp_path / "store") as store:
+        assert process(recipe, store=store).rows_out == 4
+
+
+def test_an_image_that_was_edited_is_noticed_in_every_later_run(tmp_path: Path, store: Store) -> None:
+    """Regression: the rows come from the store then, and what they name did not count."""
+    paths = [str(tmp_path / f"{place}.png") for place in range(3)]
+
+    def paint(place: int, grey: int) -> None:
+        Image.new("L", (4, 4), grey).save(paths[place])
+
+    for place in range(3):
+        paint(place, place)
+    images = datasets.Dataset.from_dict({"image": paths}).cast_column("image", datasets.Image())
+    table = images.with_format("arrow")[:].replace_schema_metadata(images.data.schema.metadata)
+    pq.write_table(table, tmp_path / "in.parquet")
+
+    def bright(sample: dict[str, Any]) -> dict[str, Any]:
+        return {**sample, "grey": sample["image"].getpixel((0, 0))}
+
+    recipe = Recipe(str(tmp_path / "in.parquet"), str(tmp_path / "out.parquet"), [bright])
+    for number, expected in enumerate([[0, 1, 2], [0, 1, 2], [101, 1, 2], [101, 102, 2], [101, 102, 2]]):
+        for place, grey in enumerate(expected):
+            if grey > 100 and number in (2, 3) and place == number - 2:
+                paint(place, grey)
+        steps = process(recipe, store=store).steps
+        assert pq.read_table(tmp_path / "out.parquet")["grey"].to_pylist() == expected
+        assert [step.hit for step in steps] == [number in (1, 4)]
 
 
 def test_an_export_beside_what_is_read_is_written(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ times; a file counts the same through a mount, from a copy or before it is read.
 digest of their columns, a selection by the rows it selects. The format counts by its name, since it decides
 what a function sees.
 
-Files that rows of images name count by their state (`named_files`), also in the result of a step. Must never
-give a random answer.
+Files that rows of images name count by their state (`named_files`), also in the result of a step, and of an
+input that is not read yet: its rows are read then. Must never give a random answer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
 
 
 def _files_named(dataset: datasets.Dataset) -> list[Any]:
-    if isinstance(dataset, LazyDataset) and not dataset.is_read:
+    if isinstance(dataset, LazyDataset) and not dataset.may_name_files:
         return []
     found: dict[str, list[Any]] = {}
     for table in tables_that_name_files(dataset):

@@ -13,6 +13,8 @@ import datasets
 from datasets.arrow_dataset import DatasetInfoMixin
 from datasets.search import IndexableMixin
 
+from castore.adapters.datasets.named_files import may_name_files
+
 
 class LazyDataset(datasets.Dataset):  # type: ignore[misc]
     """A dataset without a format that is not read yet.
@@ -69,6 +71,16 @@ class LazyDataset(datasets.Dataset):  # type: ignore[misc]
     def is_read(self) -> bool:
         """Whether the rows have been read."""
         return self._loaded is not None
+
+    @property
+    def may_name_files(self) -> bool:
+        """Whether its rows may name files: none is known to as long as the features are not known, nor of an
+        input that is only explained.
+        """
+        features = self._info.features
+        if self.is_read:
+            return True
+        return features is not None and self.pieces is None and may_name_files(features)
 
     def read(self) -> datasets.Dataset:
         """The dataset itself."""

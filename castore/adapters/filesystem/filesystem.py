@@ -35,7 +35,7 @@ from castore.adapters.filesystem.errors import (
     raising_write_errors,
 )
 from castore.adapters.filesystem.files import AppendFile, CompressedFile, ReadFile, TextFile, WriteFile
-from castore.adapters.filesystem.stores import shared_store
+from castore.adapters.filesystem.stores import is_in_place, shared_store
 from castore.names import below, check_name, check_prefix
 from castore.settings import has_lost_settings, load, store_folder
 from castore.system.local_files import replacing
@@ -98,6 +98,7 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         super().__init__(**options)
         assert store is not None  # the metaclass has resolved it
         self._open_store = store if isinstance(store, Store) else None
+        self._is_by_path = self._open_store is None
         self._place = store.path if isinstance(store, Store) else Path(os.path.abspath(store))
         self._made_folders: set[str] = set()  # folders of `mkdir`, which may be empty
 
@@ -107,9 +108,13 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
     @property
     def store(self) -> Store:
         """The store; made if it does not exist, for whoever writes."""
-        if self._open_store is None:
+        if self._open_store is None or self._is_replaced(self._open_store):
             self._open_store = shared_store(self._place)
         return self._open_store
+
+    def _is_replaced(self, store: Store) -> bool:
+        """Whether another store is at the path now. fsspec gives the same instance to all who ask."""
+        return self._is_by_path and not is_in_place(store) and load(self._place) is not None
 
     def _has_store(self) -> bool:
         """Whether there is a store. Reading makes none, since its path may be mistyped."""
@@ -626,8 +631,8 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
         Files that are not among those to move stay: those below ``maxdepth``, and those put meanwhile.
 
         Raises:
-            ValueError: a path would be moved onto or into itself, onto another path to move, or two onto one;
-                nothing is moved then.
+            ValueError: a path would be moved into itself, onto another path to move, or two onto one; nothing
+                is moved then. A path that is moved onto itself stays.
             DamagedFileError: the bytes of a file are known to be damaged; nothing is moved then.
         """
         if path1 == path2:

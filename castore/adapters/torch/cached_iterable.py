@@ -12,6 +12,7 @@ samples that are asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,8 @@ _DIGITS = 40
 _STATE = ("state_dict", "load_state_dict")
 # Characters of a file's name.
 _LONGEST_NAME = 255
+# Levels of an item in which files are looked for.
+_DEEPEST = 16
 
 
 class CachedIterableDataset(IterableDataset[Any]):
@@ -88,7 +91,7 @@ class CachedIterableDataset(IterableDataset[Any]):
                 setattr(self, name, getattr(dataset, name))
 
     def __iter__(self) -> Iterator[Any]:
-        return self._changes.passing(map(self._sample, self._data))
+        return self._changes.passing(self._samples(iter(self._data)))
 
     def __len__(self) -> int:
         return len(self._data)  # type: ignore[arg-type] # an error that says so, if it has no length
@@ -112,6 +115,11 @@ class CachedIterableDataset(IterableDataset[Any]):
             hasher.update(b"".join(map(_file_state, _texts(item))))
         digits = hasher.hexdigest()[:_DIGITS]
         return f"{self.key}/{digits[:3]}/{digits}.safetensors"
+
+    def _samples(self, items: Iterator[Any]) -> Iterator[Any]:
+        # Not `map`: a StopIteration of the function would end the epoch early, and nobody would notice.
+        for item in items:
+            yield self._sample(item)
 
     def _sample(self, item: Any) -> Any:
         self._changes.glance()
@@ -179,12 +187,27 @@ class CachedIterableDataset(IterableDataset[Any]):
         self.close()
 
 
-def _texts(item: Any) -> Iterator[str]:
-    """Texts that may name a file: the item itself, or the values in it."""
-    values = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
-    for value in values:
-        if isinstance(value, os.PathLike) or (isinstance(value, str) and ("/" in value or _is_file(value))):
-            yield os.fspath(value)
+def _texts(item: Any, depth: int = 0) -> Iterator[str]:
+    """Texts that may name a file: the item itself, or the values in it, at any depth."""
+    if isinstance(item, str):
+        # Words without a slash are not looked up where they come by the hundred.
+        if "/" in item or (depth <= 1 and _is_file(item)):
+            yield item
+    elif isinstance(item, os.PathLike):
+        yield os.fspath(item)
+    elif depth < _DEEPEST:
+        for value in _values_in(item):
+            yield from _texts(value, depth + 1)
+
+
+def _values_in(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, list | tuple):
+        return item
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name) for field in dataclasses.fields(item)]
+    return ()
 
 
 def _is_file(text: str) -> bool:

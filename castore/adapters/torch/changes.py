@@ -253,8 +253,10 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _some(array: np.ndarray[Any, Any]) -> bytes | None:
+def _some(array: np.ndarray[Any, Any]) -> object:
     step = max(1, array.size // _ELEMENTS)
+    if array.dtype.kind == "T":  # the bytes are places in memory, and NumPy breaks what `flat` copies
+        return [array.item(place) for place in range(0, array.size, step)]
     return array.flat[::step].tobytes() if array.dtype.fields is None else None
 
 

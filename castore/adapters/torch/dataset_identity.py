@@ -3,8 +3,9 @@
 The fingerprint covers the code of the dataset's class, followed through the user's own modules. The
 fingerprint also covers all that pickle would see of the object: parameters by value, tensors and arrays by
 content, transforms by their code and parameters, inner datasets by their own fingerprint. Files that the
-dataset names, as path objects or as text with a "/" (in lists, arrays and frames too), count by path, size
-and modification time, so that an edit is noticed; the files are not read. Folders count by path alone.
+dataset or a variable of its code names, as path objects or as text with a "/" (in lists, arrays and frames
+too), count by path, size and modification time, so that an edit is noticed; the files are not read. Folders
+count by path alone.
 
 Assumes that user code follows pickle's protocol: attributes that `__getstate__` leaves out do not count. Must
 never give a random answer, nor one that differs in another process or on another day: a value without a
@@ -17,6 +18,7 @@ from __future__ import annotations
 import marshal
 import mmap
 import os
+import stat
 import types
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -51,6 +53,10 @@ _LONG = 64
 # Version 2 of the format has no references: references would depend on how often a value is shared.
 _MARSHAL = 2
 _CODE = (types.FunctionType, types.MethodType, types.ModuleType, type)
+# The kernel's own files change their times by themselves.
+_OF_KERNEL = ("/proc/", "/sys/", "/dev/")
+# Bytes of a path, at most: a longer text names no file.
+_LONGEST_PATH = 4096
 # Containers of data whose own code does not count, so that an update of torch does not recompute all.
 _CONTAINERS = (TensorDataset, Subset, ConcatDataset, StackDataset)
 
@@ -96,8 +102,8 @@ class _Memory:
     """The memory of the rules for datasets about the parts of one encoder.
 
     Attributes:
-        in_code: how many functions, classes and modules are around the part. In code, text is a constant:
-            only data names files.
+        in_code: how many functions, classes and modules are around the part. In code, a text counts as a
+            file only if there is such a file.
         lists: the canonical bytes of long lists by id, with the list, which must live as long. Folder
             datasets hold their list of files under two names.
     """
@@ -109,9 +115,12 @@ class _Memory:
 
 def _text(encoder: Encoder, value: str, step: str) -> bytes | None:
     """A text that may name a file."""
-    if encoder.memory.in_code or "/" not in value:
+    if "/" not in value:
         return None
-    return encoder.tagged("text", encoder.watched(value, step), *_stat(value))
+    found = _stat(value)
+    if encoder.memory.in_code and not found:
+        return None
+    return encoder.tagged("text", encoder.watched(value, step), *found)
 
 
 def _long(encoder: Encoder, values: list[Any] | tuple[Any, ...], step: str) -> bytes | None:
@@ -136,7 +145,7 @@ def _at_once(encoder: Encoder, values: list[Any] | tuple[Any, ...]) -> bytes | N
 
 
 def _with_files(encoder: Encoder, value: Any) -> bytes | None:
-    """Any other value: a path with its file, code without files, and texts in arrays with the files named."""
+    """Any other value: a path with its file, code, and texts in arrays with the files that they name."""
     cls = type(value)
     if issubclass(cls, os.PathLike):
         return encoder.tagged("path", OBJECTS(encoder, value), *_stat(value))
@@ -148,36 +157,32 @@ def _with_files(encoder: Encoder, value: Any) -> bytes | None:
         finally:
             memory.in_code -= 1
     code = OBJECTS(encoder, value)
-    texts = _TEXTS.of(cls) if not memory.in_code else None
+    texts = _TEXTS.of(cls)
     files = [_stats(column) for column in texts(encoder, value)] if texts is not None else []
     return encoder.tagged("with files", code, files) if any(files) else code
 
 
 def _stat(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Size and modification time of a file; nothing for a folder or a missing path."""
+    """Size and modification time of a file; nothing for anything else, or a missing path."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):  # text that looks like a path may be no possible path
         return ()
-    return () if _is_folder(found) else (found.st_size, found.st_mtime_ns)
-
-
-def _is_folder(found: os.stat_result) -> bool:
-    return found.st_mode & 0o170000 == 0o040000
+    if not stat.S_ISREG(found.st_mode) or os.fsdecode(path).startswith(_OF_KERNEL):
+        return ()
+    return found.st_size, found.st_mtime_ns
 
 
 def _stats(values: Iterable[Any]) -> bytes:
-    """Sizes and times of all files in a list of paths, or of tuples led by a path, if the first exists."""
-    hasher = blake3()
-    for place, value in enumerate(values):
-        path = value[0] if type(value) in (tuple, list) and value else value
-        if type(path) is not str or "/" not in path:
-            return b""
-        found = _stat(path)
-        if not found and not place:
-            return b""
-        hasher.update(b"%d %d\n" % found if found else b"-\n")
-    return hasher.digest()
+    """Sizes and times of all files that a list, or tuples or lists in it, name; nothing if there is none."""
+    hasher, is_any = blake3(), False
+    for value in values:
+        for text in value if type(value) in (tuple, list) else (value,):
+            if type(text) is str and "/" in text and len(text) <= _LONGEST_PATH:
+                found = _stat(text)
+                is_any = is_any or bool(found)
+                hasher.update(b"%d %d\n" % found if found else b"-\n")
+    return hasher.digest() if is_any else b""
 
 
 # --- texts of arrays and frames: lists of them, each a column
@@ -185,8 +190,18 @@ def _stats(values: Iterable[Any]) -> bytes:
 
 
 def _array_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
-    if value.dtype.kind in "UT" and value.size and "/" in str(value.flat[0]):
-        yield [str(text) for text in value.ravel().tolist() if isinstance(text, str)]
+    for name in value.dtype.names or ():
+        yield from _array_texts(encoder, value[name])
+    if value.dtype.kind == "T":
+        yield [text for text in value.ravel().tolist() if isinstance(text, str)]
+    elif value.dtype.kind in "SU" and value.size and value.dtype.itemsize:
+        # Without a slash no Python object is made: there are arrays of a hundred million single bytes.
+        letters = np.dtype(np.uint8 if value.dtype.kind == "S" else np.uint32).newbyteorder(
+            value.dtype.byteorder
+        )
+        texts = np.ascontiguousarray(value).ravel()
+        has_slash = (texts.view(letters).reshape(texts.size, -1) == ord("/")).any(axis=1)
+        yield [*map(os.fsdecode, texts[has_slash].tolist())]
 
 
 def _arrow_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:

@@ -213,7 +213,7 @@ class SharedCache:
                 IndexError.
             SlotError: this thread itself has set the slot, and overwriting is not allowed. A RuntimeError.
             FullError: there is no room for a ragged sample and that is not allowed; or, allowed or not, other
-                users have filled ``/dev/shm``.
+                users have filled ``/dev/shm``. A sample that was to be replaced is gone then.
         """
         index = self._index(idx)
         if self._within(index, allow_oob_idx) and self._is_open(index, allow_overwrite):
@@ -257,8 +257,9 @@ class SharedCache:
     def array(self) -> Any:
         """All slots as one tensor of shape (len(cache), *data_dims), or a tuple or dict of such.
 
-        The tensor also shows samples that are set later, and zeros in empty slots. Writes to it change only
-        this process's view. Not for ragged samples.
+        The tensor also shows samples that are set later, and zeros in empty slots. Not for ragged samples.
+        Writes to it change only this process's view, and the pages of memory that were written to show no
+        later changes, in `aux_array` neither: clone what you change.
         """
         return self._storage.view(self._mapped()[self._arena.layout.data_at :])
 
@@ -266,7 +267,7 @@ class SharedCache:
     def aux_array(self) -> torch.Tensor:
         """The state of every sample of the dataset: 0 not set, 1 set, 2 out of the cache's range; uint8.
 
-        The tensor also shows later changes. Writes to it change only this process's view.
+        The tensor also shows later changes. Writes to it change only this process's view, as of `array`.
         """
         words = self._arena.layout.table(self._mapped(), "slots")
         # The lowest byte of each word has this purpose: see castore.shm.slots.

@@ -752,6 +752,32 @@ def test_a_transaction_covers_what_is_piped_and_put(fs: CastoreFileSystem) -> No
     assert in_tmp(fs) == []
 
 
+@pytest.mark.parametrize("how", ["made anew", "another link"])
+def test_a_store_that_takes_the_place_of_another_is_read_and_written(tmp_path: Path, how: str) -> None:
+    """Regression: the old one was, by whoever had asked before and by whoever asked anew."""
+    place = tmp_path / "store"
+    (tmp_path / "one").mkdir()
+    if how == "another link":
+        place.symlink_to("one")
+    fs = fsspec.filesystem("castore", store=place)
+    fs.pipe("name", b"old")
+    assert fs.cat("name") == b"old"
+    with fs.open("name") as opened:
+        if how == "another link":
+            place.unlink()
+            place.symlink_to("two")
+        else:
+            place.rename(tmp_path / "gone")
+        with Store(tmp_path / "two" if how == "another link" else place) as store:
+            store.put("name", b"new")
+        for found in (fs, fsspec.filesystem("castore", store=place), CastoreFileSystem(place)):
+            assert (found.cat("name"), found.info("name")["size"], found.find("")) == (b"new", 3, ["name"])
+        assert opened.read() == b"old"
+    fs.pipe("more", b"1")
+    with Store(place) as store:
+        assert store.get("more") == b"1"
+
+
 def test_no_folder_is_made_below_a_file_and_none_removed_that_is_not_there(fs: CastoreFileSystem) -> None:
     fs.pipe("f/a", b"x")
     for make in (fs.mkdir, fs.makedirs, lambda path: fs.makedirs(path, exist_ok=True)):

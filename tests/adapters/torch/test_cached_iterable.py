@@ -4,6 +4,7 @@ item comes.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from pathlib import Path
@@ -142,6 +143,45 @@ def test_an_item_that_names_a_file_counts_by_the_file_too(
         assert list(cached) == ["other"]
         file.write_text("one")
         os.utime(file, ns=(1, 1))
+
+
+@dataclasses.dataclass
+class Row:
+    """An item with a field."""
+
+    path: Any
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_files_count_at_any_depth_of_an_item(store: Store, tmp_path: Path, deep: bool) -> None:
+    """Regression: those of lists in rows, and of images as Hugging Face's rows have them, did not."""
+    file = tmp_path / "text"
+    path = str(file)
+    items: list[Any] = [
+        {"image": {"path": path, "bytes": None}}, {"frames": [path]}, ((path, 1), 2), [[path]], Row(path),
+        {"frames": [file]},
+    ]  # fmt: skip
+    for item in items:
+        file.write_text("one")
+        os.utime(file, ns=(1, 1))
+        given = [[item]] if deep else [item]
+        cached = CachedIterableDataset(given, lambda _: file.read_text(), store, key="files")
+        assert list(cached) == ["one"]
+        file.write_text("other")
+        assert list(cached) == ["other"]
+
+
+def test_a_function_that_stops_iteration_is_an_error_and_no_early_end(store: Store) -> None:
+    """Regression: the epoch ended there, and nobody noticed."""
+
+    def takes(item: int) -> int:
+        return item if item < 3 else next(iter([]))
+
+    cached = CachedIterableDataset(range(5), takes, store)
+    found: list[int] = []
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        found.extend(cached)
+    assert found == [0, 1, 2]
 
 
 def test_a_key_of_items_decides_what_is_the_same(store: Store, makes: Makes) -> None:

@@ -40,6 +40,7 @@ class Shifted(Dataset[Any]):
     def __init__(self, by: int = 1) -> None:
         self.data = np.arange(100.0)
         self.tensor = torch.arange(100.0)
+        self.names: Any = ()
         self.transform = Shift(by)
         self.file: Any = None
         self.reads = 0
@@ -379,6 +380,19 @@ def test_threads_that_read_at_once_do_not_see_each_other(wrap: Callable[..., Any
         data.add = float
         with pytest.raises(InvalidValueError, match=r"dataset\.(meet|add) has been changed"):
             cached[30]
+
+
+def test_texts_of_any_length_in_an_array_are_compared_by_value(tmp_path: Path) -> None:
+    """Regression: those of more than 15 bytes lie elsewhere, and each look found another place."""
+    dataset = Shifted()
+    dataset.names = np.array(
+        [f"a name that is long, {place}" for place in range(40)], np.dtypes.StringDType()
+    )
+    cached = CachedDataset(dataset, tmp_path)
+    assert [cached[place] for place in (3, 4)] == [4.0, 5.0]
+    dataset.names[0] = "another name, just as long"
+    with pytest.raises(InvalidValueError, match=r"dataset\.names has been changed"):
+        cached[5]
 
 
 def test_a_look_at_a_large_model_is_bounded(tmp_path: Path) -> None:

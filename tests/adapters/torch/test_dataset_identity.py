@@ -276,6 +276,26 @@ def test_a_list_of_files_notices_an_edit_of_one(files: list[Path], kind: str, co
     assert dataset_key(make()) not in (before, longer, touched)
 
 
+@pytest.mark.parametrize("count", [4, 100])
+@pytest.mark.parametrize(
+    "form", ["(image, mask)", "[label, path]", "path of ten", "first is missing", "one is empty"]
+)
+def test_files_anywhere_in_a_list_count_however_long_it_is(files: list[Path], form: str, count: int) -> None:
+    """Regression: of a long list the first elements of tuples counted alone, and only if all were files."""
+    paths = list(map(str, files[:count]))
+    values: dict[str, list[Any]] = {
+        "(image, mask)": [("/no/image", path) for path in paths],
+        "[label, path]": [[place, path] for place, path in enumerate(paths)],
+        "path of ten": [(*range(9), path) for path in paths],
+        "first is missing": ["/no/file", *paths],
+        "one is empty": [*paths[:2], "", *paths[2:]],
+    }
+    before = dataset_key(values[form])
+    assert dataset_key([*values[form]]) == before
+    touch(files[count - 1])
+    assert dataset_key(values[form]) != before
+
+
 def test_one_file_by_name_notices_an_edit(files: list[Path]) -> None:
     makes: list[Callable[[], Held]] = [
         lambda: Held(annotations=str(files[0])),
@@ -291,6 +311,57 @@ def test_folders_count_by_path_alone(files: list[Path]) -> None:
     held = Held(root=str(files[0].parent), path=files[0].parent)
     before = dataset_key(held)
     (files[0].parent / "new").write_text("")
+    assert dataset_key(held) == before
+
+
+def _reads(path: Any) -> Callable[[], str]:
+    return lambda: open(path).read()
+
+
+class Reader:
+    """An object whose method reads a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(self) -> str:
+        return Path(self.path).read_text()
+
+
+@pytest.mark.parametrize(
+    "form", ["closure", "list in a closure", "array", "default", "class", "method", "global"]
+)
+def test_files_that_variables_of_code_name_count(files: list[Path], form: str) -> None:
+    """Regression: only path objects did there, and text in the attributes of the dataset."""
+    path = str(files[0])
+
+    def by_default(path: str = path) -> str:
+        return Path(path).read_text()
+
+    def make() -> Any:
+        if form == "class":
+            return Held(kind=type("Kind", (), {"path": path, "__module__": __name__}))
+        if form == "global":
+            scope = {"__name__": __name__, "PATH": path}
+            exec("def read(): return open(PATH).read()", scope)
+            return Held(read=scope["read"])
+        reads = {
+            "closure": _reads(path), "list in a closure": _reads([path]), "array": _reads(np.array([path])),
+            "default": by_default, "method": Reader(path).read,
+        }  # fmt: skip
+        return Held(read=reads[form])
+
+    before = dataset_key(make())
+    assert dataset_key(make()) == before
+    touch(files[0])
+    assert dataset_key(make()) != before
+
+
+def test_files_of_the_kernel_do_not_count() -> None:
+    """The time of a file in /proc is that of the first look at it."""
+    held = Held(cpus="/proc/cpuinfo", null=Path("/dev/null"))
+    before = dataset_key(held)
+    Path("/dev/null").write_text("nothing")
     assert dataset_key(held) == before
 
 
@@ -364,6 +435,11 @@ def test_boxes_of_an_image_without_objects_have_a_key() -> None:
 
 IN_COLUMNS: dict[str, Callable[[list[str]], Any]] = {
     "array": np.array,
+    "bytes": lambda paths: np.array([path.encode() for path in paths]),
+    "records": lambda paths: np.array([(path, 1) for path in paths], [("p", "U200"), ("y", "i4")]),
+    "strings": lambda paths: np.array(paths, np.dtypes.StringDType()),
+    "big-endian": lambda paths: np.array(paths, ">U200"),
+    "first is missing": lambda paths: np.array(["/no/file", "", *paths]),
     "series": pd.Series,
     "index": lambda paths: pd.Series(range(len(paths)), index=paths),
     "frame": lambda paths: pd.DataFrame({"y": range(len(paths)), "path": paths}),

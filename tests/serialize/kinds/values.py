@@ -163,7 +163,7 @@ MASKED: Any = np.ma.MaskedArray
 HASHABLE: list[Any] = [
     dt.datetime(2024, 2, 29, 1, 2, 3, 4),  # noqa: DTZ001
     dt.datetime(2024, 10, 27, 2, 30, tzinfo=PARIS, fold=1),
-    dt.datetime(2024, 1, 1, tzinfo=UTC),
+    dt.datetime(2024, 1, 1, tzinfo=UTC), dt.datetime(2024, 1, 1, tzinfo=UTC, fold=1),
     dt.datetime(2024, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=-3, minutes=30))),
     dt.datetime(1, 1, 1, tzinfo=dt.timezone(dt.timedelta(seconds=7), "odd")),
     dt.datetime(2024, 1, 1, fold=1),  # noqa: DTZ001
