@@ -8,6 +8,7 @@ reads.
 from __future__ import annotations
 
 import codecs
+import errno
 import glob
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import datasets
 import fsspec
 
-from castore.errors import CastoreError, InvalidValueError, NotFoundError
+from castore.errors import CastoreError, FullError, InvalidValueError, NotFoundError
 from castore.keys.encoder import key
 from castore.recipes import file_reader
 from castore.recipes.common_schema import OtherSchemaError
@@ -274,12 +275,14 @@ def _read(source: Source, folder: str) -> datasets.Dataset:
     return file_reader.read_dataset(source.kind, source.files, folder)
 
 
-def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLike[str]) -> InvalidValueError:
+def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLike[str]) -> CastoreError:
     causes = [error]
     while (
         causes[-1].__cause__ is not None and len(causes) < 10 and not isinstance(causes[-1], OtherSchemaError)
     ):
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
+    if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in causes):
+        return FullError(f"the disk of {os.fspath(folder)} is full; free some space there, or use --temp-dir")
     foreign = None if source.kind in (SAVED, "parquet") else _describe_foreign_line(source)
     if foreign is not None:
         text = foreign

@@ -745,6 +745,22 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, name: str) -> None:
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_a_full_disk_beside_an_input_is_not_the_inputs_fault(tmp_path: Path, name: str) -> None:
+    """Regression: "cannot read dataset_path …: No space left on device", as wrong usage."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    rows = datasets.Dataset.from_dict({"text": [os.urandom(500).hex() for _ in range(2000)]})
+    export.export(rows, tmp_path / name)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk]).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.raises(FullError, match=f"the disk of {disk} is full"):
+            sources.read(sources.find(tmp_path / name), disk)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [

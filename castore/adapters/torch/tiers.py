@@ -77,7 +77,8 @@ class TwoLevels:
         def size() -> int:
             return _memory_bytes(memory_cache_size, items) - layout.data_at if in_memory else 0
 
-        self._arena = Arena(name, layout, size, description)
+        advice = "give each of the caches a name of its own (name=...)"
+        self._arena = Arena(name, layout, size, description, advice=advice)
         try:
             self._prefix = key if keep else f"{_RUN}{self._arena.name}"
             self._store = None
