@@ -293,6 +293,15 @@ class _ParquetReader(Parquet):  # type: ignore[misc]
         yield from super()._generate_tables(files, chosen)
 
 
+def may_name_files(file: str) -> bool:
+    """Whether the rows of a Parquet file, and of those behind it, may name files. False if nobody can say."""
+    try:
+        features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
+    except (OSError, ValueError, TypeError, NotImplementedError):  # whoever reads the rows reports it
+        return False
+    return any(map(require_storage_embed, features.values()))
+
+
 def _groups_with_rows(file: str) -> tuple[int, ...] | None:
     """The row groups of a Parquet file that have rows; None if all have some, or the reader is to report."""
     try:

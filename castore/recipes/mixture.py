@@ -60,6 +60,12 @@ def find_sources(parts: Sequence[tuple[str, float]], limit: int | None) -> Sourc
     return Mixture(found, tuple(weight for _, weight in parts), limit)
 
 
+def may_name_files(source: Source | Mixture) -> bool:
+    """Whether rows of a source or a mixture may name files, such as images."""
+    parts = source.parts if isinstance(source, Mixture) else (source,)
+    return any(sources.may_name_files(part) for part in parts)
+
+
 def identify(
     source: Source | Mixture,
     store: Store | None,

@@ -33,7 +33,7 @@ from castore.adapters.datasets.source_step import (
 from castore.adapters.datasets.source_units import DependentFileError, KeptUnit
 from castore.recipes import export
 from castore.recipes.by_file import find_units
-from castore.recipes.mixture import Mixture, find_sources, identify, read
+from castore.recipes.mixture import Mixture, find_sources, identify, may_name_files, read
 from castore.recipes.noted_files import compare, find_files, find_nearest, note_files
 from castore.recipes.recipe import Recipe
 from castore.recipes.seen_files import SeenFiles
@@ -329,7 +329,8 @@ def open_source(
         cached=cached,
         codec=codec,
         temp_dir=temp_dir,
-        lazy=lazy,
+        # What the files hold that rows name counts too, so those rows are read in any case.
+        lazy=lazy and not may_name_files(source),
         find_units=lambda folder: find_units(source, seen, store, folder),
         note_units=note,
     )

@@ -245,6 +245,11 @@ def identify(
     return key([identity, counted, names])
 
 
+def may_name_files(source: Source) -> bool:
+    """Whether rows may name files, such as images: of single files, those of Parquet alone can say so."""
+    return source.kind == SAVED or (source.kind == "parquet" and file_reader.may_name_files(source.files[0]))
+
+
 def read(source: Source, folder: str | os.PathLike[str]) -> datasets.Dataset:
     """The dataset of a source.
 

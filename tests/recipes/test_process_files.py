@@ -891,7 +891,11 @@ def test_parquet_files_and_row_groups_without_rows_are_passed_over(tmp_path: Pat
         assert process(recipe, store=store).rows_out == 4
 
 
-def test_an_image_that_was_edited_is_noticed_in_every_later_run(tmp_path: Path, store: Store) -> None:
+@pytest.mark.filterwarnings("ignore:the checkpoint of .* the input has changed")
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_an_image_that_was_edited_is_noticed_in_every_later_run(
+    tmp_path: Path, store: Store, use_checkpoint: bool
+) -> None:
     """Regression: the rows come from the store then, and what they name did not count."""
     paths = [str(tmp_path / f"{place}.png") for place in range(3)]
 
@@ -907,7 +911,9 @@ def test_an_image_that_was_edited_is_noticed_in_every_later_run(tmp_path: Path, 
     def bright(sample: dict[str, Any]) -> dict[str, Any]:
         return {**sample, "grey": sample["image"].getpixel((0, 0))}
 
-    recipe = Recipe(str(tmp_path / "in.parquet"), str(tmp_path / "out.parquet"), [bright])
+    recipe = Recipe(
+        str(tmp_path / "in.parquet"), str(tmp_path / "out.parquet"), [bright], use_checkpoint=use_checkpoint
+    )
     for number, expected in enumerate([[0, 1, 2], [0, 1, 2], [101, 1, 2], [101, 102, 2], [101, 102, 2]]):
         for place, grey in enumerate(expected):
             if grey > 100 and number in (2, 3) and place == number - 2:

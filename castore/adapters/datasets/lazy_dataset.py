@@ -74,12 +74,13 @@ class LazyDataset(datasets.Dataset):  # type: ignore[misc]
 
     @property
     def may_name_files(self) -> bool:
-        """Whether its rows may name files: none is known to as long as the features are not known, nor of an
-        input that is only explained.
+        """Whether the rows may name files, as far as is known.
+
+        False for an input whose features are not known yet, and for one that is only explained.
         """
-        features = self._info.features
         if self.is_read:
             return True
+        features = self._info.features
         return features is not None and self.pieces is None and may_name_files(features)
 
     def read(self) -> datasets.Dataset:
