@@ -329,7 +329,7 @@ def open_source(
         cached=cached,
         codec=codec,
         temp_dir=temp_dir,
-        # What the files hold that rows name counts too, so those rows are read in any case.
+        # Files that rows name count, so such rows are read in any case.
         lazy=lazy and not may_name_files(source),
         find_units=lambda folder: find_units(source, seen, store, folder),
         note_units=note,
