@@ -138,6 +138,11 @@ def _try_to_detach(mountpoint: Path, *, lazy: bool, dead: bool) -> bool:
 def _busy_message(mountpoint: Path, found: list[Holder]) -> str:
     named = [f"{holder.name} (pid {holder.pid}, {holder.path})" for holder in found]
     users = ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")
+    if not users and os.geteuid() == 0:  # to root no process is hidden
+        return (
+            f"{mountpoint} is in use by a request that is under way; wait for it, or end the mount's daemon"
+            " if that does not answer"
+        )
     return (
         f"{mountpoint} is in use by {users or 'a process that you may not see'}; end it or leave that folder "
         "first"

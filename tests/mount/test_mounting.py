@@ -88,6 +88,27 @@ def test_umount_of_a_busy_mount_says_who_and_changes_nothing(background: Path) -
     castore_fuse.umount(background)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user does not see all processes")
+def test_umount_of_a_mount_whose_daemon_does_not_answer_names_no_hidden_process(
+    background: Path, store: Store
+) -> None:
+    """Regression: "a process that you may not see", which root does not have."""
+    pid = daemon(store).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with subprocess.Popen(["cat", background / "a/new"], stderr=subprocess.DEVNULL) as reading:
+            syscall = Path(f"/proc/{reading.pid}/stack")
+            until(lambda: "fuse" in syscall.read_text())  # it waits for the daemon
+            with pytest.raises(
+                BusyError, match=r"a request that is under way; wait for it, or end the mount's"
+            ):
+                mountpoints.detach(background)
+            os.kill(pid, signal.SIGCONT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    castore_fuse.umount(background)
+
+
 def test_inodes_are_the_same_everywhere_and_after_a_remount(background: Path, store: Store) -> None:
     store.put("two/names", b"content")
     store.put("other", b"other")
