@@ -50,8 +50,8 @@ class _Part(NamedTuple):
 
 
 def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
-    """The class, the format and further frames of each image inside a value. Bytes have the pixels of one
-    frame, and `info`.
+    """The class, the format, the file's name and further frames of each image inside a value. Bytes have the
+    pixels of one frame, and `info`.
 
     Args:
         value: the value.
@@ -74,7 +74,10 @@ def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
             if not _FIXED.issuperset(map(type, part.value)):
                 waiting += [part.inside(item, (place,)) for place, item in enumerate(part.value)]
         elif is_image(part.value):
-            facts.append([kind.__name__, str(part.value.format), *_frames(part, is_result)])
+            name = str(getattr(part.value, "filename", ""))
+            facts.append(
+                [kind.__name__, str(part.value.format), *([name] if name else []), *_frames(part, is_result)]
+            )
         elif kind not in _FIXED:
             if (problem := _problem(part.value)) is not None:
                 raise part.error(problem)

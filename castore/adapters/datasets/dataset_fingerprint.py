@@ -19,13 +19,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import datasets
+import pyarrow as pa
 from datasets.table import Table
 
 from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
-from castore.adapters.datasets.named_files import file_states
+from castore.adapters.datasets.named_files import file_states, may_name_files
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
 from castore.adapters.datasets.replaced_files import gone_ranges
 from castore.adapters.datasets.table_digest import table_digest
@@ -34,6 +35,8 @@ from castore.errors import InvalidValueError
 from castore.keys.encoder import AnyOrder, Encoder, fingerprint
 from castore.store import Store
 
+# Rows of a selection that are looked at together.
+_ROWS = 1000
 _OURS = re.compile(r"castore[0-9a-f]{40}").fullmatch
 
 
@@ -58,7 +61,7 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
         )
     shown = format_digest(dataset)
     ours = bool(_OURS(dataset._fingerprint))
-    files = _files_named(dataset)
+    files = files_named(dataset)
     if ours and not (shown or files) and _is_described_by_its_rows(dataset):
         return str(dataset._fingerprint)
     identity = {
@@ -72,13 +75,21 @@ def dataset_fingerprint(dataset: Any, store: Store | None = None) -> str:
     return fingerprint(identity, "dataset")
 
 
-def _files_named(dataset: datasets.Dataset) -> list[Any]:
+def files_named(dataset: datasets.Dataset) -> list[list[Any]]:
+    """The states of the files that rows of a dataset name, as `file_states` gives them."""
     if isinstance(dataset, LazyDataset) and not dataset.may_name_files:
         return []
     found: dict[str, list[Any]] = {}
-    for table in tables_that_name_files(dataset):
+    for table in _selected(dataset) if dataset._indices is not None else tables_that_name_files(dataset):
         found.update((state[0], state) for state in file_states(table, dataset.features))
     return [found[path] for path in sorted(found)]
+
+
+def _selected(dataset: datasets.Dataset) -> Iterator[pa.Table]:
+    """The rows of a selection, as far as they may name files: other rows of its table do not count."""
+    columns = [name for name, feature in dataset.features.items() if may_name_files({name: feature})]
+    if columns:
+        yield from dataset.select_columns(columns).with_format("arrow").iter(_ROWS)
 
 
 def _is_described_by_its_rows(dataset: datasets.Dataset) -> bool:

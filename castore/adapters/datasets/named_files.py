@@ -1,7 +1,7 @@
 """The local files that rows of images, sounds, films and documents name where they do not hold the bytes.
 
-A function sees what such a file holds. So a file counts by its size, its time of modification, and the time
-when its inode was changed, which no program can set. An archive counts where a path leads into one
+A function sees what such a file holds. So a file counts by its size, its time of modification, its inode, and
+the time when that was changed, which no program can set. An archive counts where a path leads into one
 (``zip://inner.png::archive.zip``). A file on the network counts by its address alone. Must never read a file.
 """
 
@@ -29,7 +29,7 @@ def may_name_files(features: Mapping[str, Any]) -> bool:
 
 
 def file_states(table: pa.Table, features: Mapping[str, Any]) -> list[list[Any]]:
-    """The path, size and times, in nanoseconds, of each file that rows name, in the order of paths.
+    """The path, size, times in nanoseconds, and inode of each file that rows name, in the order of paths.
 
     A file that is not there has its path alone: the step that reads it reports it.
     """
@@ -105,7 +105,7 @@ def _named_by(values: Iterable[Any]) -> Iterator[str]:
 def _local(path: str) -> str:
     """The path of a local file; empty for a file on the network."""
     if "://" in path:
-        path = path.rpartition("::")[2]
+        path = path.rpartition("::")[2].removeprefix("file://")
     return "" if "://" in path else path
 
 
@@ -114,4 +114,6 @@ def _state(path: str) -> list[int]:
         status = os.stat(_local(path))
     except (OSError, ValueError):  # a null byte is no part of a path
         return []
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    # Archives are unpacked with the old times of files, many within one tick of the clock. The inode tells
+    # two of them apart.
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -29,11 +29,12 @@ from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.checkpoint import Checkpoint
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, format_digest
+from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint, files_named, format_digest
 from castore.adapters.datasets.explain import Explanation, explain, find_records, make_explanation
 from castore.adapters.datasets.forecast import Piece, forecast, stand_in
 from castore.adapters.datasets.hash_pass import Hashed, compute_hashes, hash_step
 from castore.adapters.datasets.lazy_dataset import LazyDataset
+from castore.adapters.datasets.named_files import may_name_files
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.operator_state import OperatorState
@@ -53,9 +54,13 @@ from castore.adapters.datasets.steps import (
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
 from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, without_unread
 from castore.errors import CacheWarning, InvalidValueError, NotFoundError
+from castore.keys.encoder import fingerprint as fingerprint_of
 from castore.objects.codecs import check_codec
 from castore.store import Store
 from castore.system.job_rank import as_rank, check_shard
+
+# The field of a step's record that tells of files which rows of its input name.
+_FILES = "files"
 
 ProgressCallback = Callable[[Progress], object]
 """The ``progress`` of `Pipeline.run`: it gets the run's `Progress`."""
@@ -405,6 +410,8 @@ class _Run:
         self._dataset = dataset
         self._meter = meter
         self._files: set[Path] = set()
+        #: The state of the files that the input's rows name; None while nobody needs it.
+        self._named: set[tuple[Any, ...]] | None = None
         #: The hashes of the deduplicator that ran last, if they came block by block.
         self._hashed: Hashed | None = None
         self._options = dataset_entries.StorageOptions(
@@ -526,6 +533,7 @@ class _Run:
         pipeline, store = self._pipeline, self._store
         planned = pipeline._plan(self._dataset)
         _warn_of_doubts(pipeline.store, planned)
+        self._drop_outdated(planned)
         begin, outcome = self._find_latest(planned)
         reports = self._report_hits(planned[:begin])
         if outcome is not None:
@@ -538,6 +546,8 @@ class _Run:
             self._meter.begin(step.number, rows)
             record = {**step.record(pipeline.name, len(planned)), "history": _history(planned, reports)}
             record |= {} if outcome is None else step_runner.own_description(outcome.record)
+            if step.number and (files := self._digest_new_files(self._dataset)):
+                record[_FILES] = files
             fingerprint, is_deduplicator = fingerprint_of_key(step.key), step.step.kind == "deduplicate"
             make = (
                 self._deduplicator(step, fingerprint)
@@ -577,6 +587,31 @@ class _Run:
                     reports[step.number], logical=size.logical, stored=size.stored, key=step.key
                 )
         return PipelineResult(self._dataset, reports)
+
+    def _digest_new_files(self, dataset: datasets.Dataset) -> str:
+        """Digits for the state of the files that rows name, but for those that the input names, which are in
+        all keys; empty if there are none.
+        """
+        if not may_name_files(dataset.features):
+            return ""
+        if self._named is None:
+            self._named = {tuple(state) for state in files_named(self._input)}
+        new = [state for state in files_named(dataset) if tuple(state) not in self._named]
+        return fingerprint_of(new) if new else ""
+
+    def _drop_outdated(self, planned: Sequence[PlannedStep]) -> None:
+        """Drop results of steps whose input names files that have changed since, and of those behind them.
+
+        The keys do not tell: such a file is known only once the step that names it has run.
+        """
+        for before, step in pairwise(planned):
+            if (told := self._record(step).get(_FILES)) is None:
+                continue
+            kept = step_runner.load_step(self._store, before.name, _description(self._dataset))
+            if kept is None or self._digest_new_files(kept.dataset) != told:
+                for outdated in planned[step.number :]:
+                    dataset_entries.drop(self._store, outdated.name)
+                return
 
     def _find_latest(self, planned: list[PlannedStep]) -> tuple[int, step_runner.StepOutcome | None]:
         """How many steps need not run, and the result of the last of them."""

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 from torch.utils.data import IterableDataset
 
@@ -202,9 +205,13 @@ def _texts(item: Any, depth: int = 0) -> Iterator[str]:
 
 def _values_in(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
-        return item.values()
-    if isinstance(item, list | tuple):
+        return [name for name in item if isinstance(name, str) and "/" in name] + [*item.values()]
+    if isinstance(item, list | tuple | deque):
         return item
+    if isinstance(item, set | frozenset):
+        return sorted((name for name in item if isinstance(name, str | os.PathLike)), key=os.fspath)
+    if isinstance(item, np.ndarray) and item.dtype.kind in "UT":
+        return item.ravel().tolist()  # type: ignore[no-any-return]
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name) for field in dataclasses.fields(item)]
     return ()
@@ -219,5 +226,7 @@ def _file_state(path: str) -> bytes:
     try:
         found = os.stat(path)
     except (OSError, ValueError):  # a text that is no possible path
+        return b"-"
+    if not stat.S_ISREG(found.st_mode):  # what comes into a folder changes no item
         return b"-"
     return b"%d %d " % (found.st_size, found.st_mtime_ns)

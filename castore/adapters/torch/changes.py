@@ -306,6 +306,8 @@ _MARKERS: dict[str, Callable[[Any], object]] = {
     "keyed": lambda value: value.__castore_key__(),
     "tensor": _version,
     "array": _some,
+    # A map that is only read changes with its file alone, which would have to be read here.
+    "mapped": lambda value: None if value.mode == "r" else _some(np.asarray(value)),
     "list": _sample,
     "dict": _entries,
     "module": _weights,
@@ -430,6 +432,8 @@ def _kind_of(cls: type) -> str:
         return "compiled" if cls.__name__ == "OptimizedModule" else "module"
     if cls is np.ndarray:
         return "array"
+    if cls is np.memmap:
+        return "mapped"
     if cls is list or cls is tuple:
         return "list"
     if issubclass(cls, _PLAIN) or SHARED.of(cls) is not None:

@@ -30,7 +30,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from castore.errors import UnhashableError
 from castore.keys.doubts import Doubts
-from castore.keys.encoder import KEY_DIGITS, Encoder
+from castore.keys.encoder import KEY_DIGITS, Encoder, UnencodableError
 from castore.keys.encoder import key as key_of_config
 from castore.keys.functions import orders
 from castore.keys.objects import OBJECTS
@@ -54,7 +54,7 @@ _LONG = 64
 _MARSHAL = 2
 _CODE = (types.FunctionType, types.MethodType, types.ModuleType, type)
 # The kernel's own files change their times by themselves.
-_OF_KERNEL = ("/proc/", "/sys/", "/dev/")
+_OF_KERNEL = ("/proc/", "/sys/")
 # Bytes of a path, at most: a longer text names no file.
 _LONGEST_PATH = 4096
 # Containers of data whose own code does not count, so that an update of torch does not recompute all.
@@ -189,6 +189,10 @@ def _stats(values: Iterable[Any]) -> bytes:
 # -------------------------------------------------
 
 
+def _scalar_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
+    yield from _array_texts(encoder, np.asarray(value))
+
+
 def _array_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
     for name in value.dtype.names or ():
         yield from _array_texts(encoder, value[name])
@@ -206,13 +210,28 @@ def _array_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
 
 def _arrow_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
     # Arrow tables and pandas frames consist of these arrays.
-    if str(value.type) in ("string", "large_string", "string_view"):
+    kind = str(value.type)
+    if kind in ("string", "large_string", "string_view"):
         yield [text for text in value.to_pylist() if text is not None]
+    elif kind.startswith("dictionary"):
+        yield from _arrow_texts(encoder, value.dictionary)
+    elif kind.startswith("run_end_encoded"):
+        yield from _arrow_texts(encoder, value.values)
+    elif kind.startswith(("list", "large_list", "fixed_size_list", "map")):
+        yield from _arrow_texts(encoder, value.flatten())
+    elif kind.startswith("struct"):
+        for part in value.flatten():
+            yield from _arrow_texts(encoder, part)
 
 
 def _series_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
-    if str(value.dtype).startswith(("String", "Categorical", "Enum")):
+    kind = str(value.dtype)
+    if kind.startswith(("String", "Categorical", "Enum")):
         yield value.drop_nulls().to_list()
+    elif kind.startswith(("List", "Array")):
+        yield from _series_texts(encoder, value.explode())
+    elif kind.startswith("Struct"):
+        yield from _frame_texts(encoder, value.struct.unnest())
 
 
 def _frame_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
@@ -222,6 +241,7 @@ def _frame_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
 
 _TEXTS = Table(
     [
+        ("numpy", ("str_", "bytes_", "void"), _scalar_texts),
         ("numpy", ("ndarray",), _array_texts),
         ("pyarrow", ("Array",), _arrow_texts),
         ("polars", ("Series",), _series_texts),
@@ -234,10 +254,15 @@ _TEXTS = Table(
 
 
 def _mapped(encoder: Encoder, value: Any) -> Iterator[Any]:
-    # A view of a memory map has no record of the part of the file that it shows.
-    if not isinstance(value.base, mmap.mmap) or value.filename is None:
+    # A view of a memory map has no record of the part of the file that it shows, and a private map may show
+    # other values than the file.
+    if not isinstance(value.base, mmap.mmap) or value.filename is None or value.mode == "c":
         yield from ("mapped", encoder.part(np.asarray(value)))
         return
+    if (
+        value.mode != "r"
+    ):  # else the kernel gives the file no new time when the same page is written once more
+        value.flush()
     where = os.path.abspath(value.filename)
     yield from (
         "mapped file",
@@ -272,7 +297,7 @@ def _hugging_face(encoder: Encoder, value: Any) -> Iterator[Any]:
     )
 
 
-def _zarr_array(encoder: Encoder, value: Any) -> Iterator[Any]:
+def _zarr(encoder: Encoder, value: Any) -> Iterator[Any]:
     import zarr
 
     yield from ("zarr", value.path, encoder.part(value.metadata.to_dict(), ".metadata"))
@@ -281,10 +306,14 @@ def _zarr_array(encoder: Encoder, value: Any) -> Iterator[Any]:
         folder = os.path.join(os.path.abspath(store.root), value.path)
         yield folder
         yield _folder_digest(folder)
-    elif isinstance(store, zarr.storage.MemoryStore):
-        yield encoder.part(np.asarray(value[...]))
-    else:
+    elif isinstance(store, zarr.storage.ZipStore):
         yield str(store)
+        yield from _stat(store.path)
+    elif isinstance(value, zarr.Array):
+        yield str(store) if not isinstance(store, zarr.storage.MemoryStore) else encoder.part(value[...])
+    else:
+        yield [(name, encoder.part(array, f"[{name!r}]")) for name, array in sorted(value.arrays())]
+        yield [(name, encoder.part(group, f"[{name!r}]")) for name, group in sorted(value.groups())]
 
 
 def _folder_digest(folder: str) -> bytes:
@@ -306,6 +335,12 @@ def _plain(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("object", *object_parts(encoder, value))
 
 
+def _lazy_frame(encoder: Encoder, value: Any) -> Iterator[Any]:
+    if " SCAN " in value.explain(optimized=False):
+        raise UnencodableError("is a LazyFrame that will read files, which may change before; collect() it")
+    yield from _plain(encoder, value)
+
+
 _HELD = Table(
     [
         ("numpy", ("memmap",), _mapped),
@@ -313,7 +348,8 @@ _HELD = Table(
         ("torch.utils.data", tuple(kind.__name__ for kind in _CONTAINERS), _container),
         ("torch", ("device", "dtype", "layout", "memory_format"), _plain),
         ("datasets", ("Dataset",), _hugging_face),
-        ("zarr", ("Array",), _zarr_array),
+        ("zarr", ("Array", "Group"), _zarr),
+        ("polars", ("LazyFrame",), _lazy_frame),
     ]
 )
 

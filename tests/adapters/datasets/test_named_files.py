@@ -325,6 +325,107 @@ def test_an_image_that_changes_is_another_input_wherever_its_name_stands(
         assert len(runs) == number
 
 
+def grey(path: Path, value: int, *, times: tuple[int, int] | None = None) -> None:
+    """An image of one colour; all have one size in bytes."""
+    PIL.Image.new("L", (4, 4), value).save(path)
+    if times is not None:
+        os.utime(path, ns=times)
+
+
+def first_pixel(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {"value": sample["image"].getpixel((0, 0))}
+
+
+def test_images_of_one_size_and_time_are_told_apart_by_their_inodes(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: two folders out of one archive, and a link that led to the other, gave the old result."""
+    for number, name in enumerate(("v1", "v2")):
+        (tmp_path / name).mkdir()
+        grey(tmp_path / name / "0.bmp", number)
+    real = os.stat
+
+    def in_one_tick(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        found = real(path, *args, **kwargs)
+        if not str(path).endswith(".bmp"):
+            return found
+        facts = {name: getattr(found, name) for name in ("st_atime_ns", "st_dev", "st_nlink")}
+        return os.stat_result(found, {**facts, "st_mtime_ns": 1, "st_ctime_ns": 2})
+
+    monkeypatch.setattr(os, "stat", in_one_tick)
+    link = tmp_path / "now"
+    link.symlink_to("v1")
+    rows = datasets.Dataset.from_dict(
+        {"image": [str(link / "0.bmp")]}, features=datasets.Features(image=IMAGE)
+    )
+    assert cached_map(rows, first_pixel, store=store)["value"][:] == [0]
+    link.unlink()
+    link.symlink_to("v2")
+    assert cached_map(rows, first_pixel, store=store)["value"][:] == [1]
+
+
+def test_of_a_selection_the_files_of_its_rows_count_alone(tmp_path: Path, store: Store) -> None:
+    """Regression: the step behind a filter ran once more in the second run, and one over chosen rows did
+    whenever another image changed.
+    """
+    paths = [str(tmp_path / f"{number}.png") for number in range(6)]
+    for number, path in enumerate(paths):
+        grey(Path(path), number)
+    table = datasets.Dataset.from_dict({"image": paths}, features=datasets.Features(image=IMAGE))
+    stream = table.with_format("arrow")[:]  # `save_to_disk` would keep the bytes
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", stream.schema) as writer:
+        writer.write_table(stream)
+
+    def run() -> list[int]:
+        rows = datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))
+        few = cached_filter(rows, lambda sample: sample["image"].getpixel((0, 0)) < 3, store=store)
+        values = cached_map(few, first_pixel, store=store)["value"][:]
+        wait()
+        return values + cached_map(rows.select([4, 1]), first_pixel, store=store)["value"][:]
+
+    assert [run(), len(runs)] == [[0, 1, 2, 4, 1], 5]
+    assert [run(), len(runs)] == [[0, 1, 2, 4, 1], 5]
+    grey(Path(paths[5]), 9)
+    assert run() == [0, 1, 2, 4, 1]
+    assert len(runs) == 8, "the filter saw that image, and the chosen rows do not have it"
+    grey(Path(paths[4]), 8)
+    assert run() == [0, 1, 2, 8, 1]
+
+
+def opened(sample: dict[str, Any]) -> dict[str, Any]:
+    image = PIL.Image.open(sample["path"])
+    image.load()  # closes the file
+    return {**sample, "image": image}
+
+
+def twice(sample: dict[str, Any]) -> dict[str, Any]:
+    ran()
+    return {**sample, "twice": 2 * sample["value"]}
+
+
+def test_a_pipeline_sees_a_new_file_in_the_place_of_one_that_a_step_has_named(
+    tmp_path: Path, store: Store
+) -> None:
+    """Regression: the steps behind that one gave the old result, as no key tells of the file."""
+    path = tmp_path / "0.png"
+    rows = datasets.Dataset.from_dict({"path": [str(path)] * 2})
+
+    def run(*more: Any) -> tuple[list[bool], Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)
+            result = Pipeline([opened, first_pixel, *more], store=store).run(rows)
+        return [step.hit for step in result.steps], result.dataset.remove_columns(["image", "path"])[:]
+
+    grey(path, 1)
+    assert run(twice) == ([False] * 3, {"value": [1, 1], "twice": [2, 2]})
+    assert run(twice) == ([True] * 3, {"value": [1, 1], "twice": [2, 2]})
+    grey(path, 7)
+    assert run() == ([True, False], {"value": [7, 7]})
+    assert run(twice) == ([True, True, False], {"value": [7, 7], "twice": [14, 14]})
+    assert run(twice) == ([True] * 3, {"value": [7, 7], "twice": [14, 14]})
+
+
 @pytest.mark.parametrize("is_batched", [False, True])
 @pytest.mark.parametrize("shape", ["itself", "list of lists", "list of dicts"])
 def test_a_stream_of_images_that_the_function_opens_itself_runs_again_for_a_changed_one(

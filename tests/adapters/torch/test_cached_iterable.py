@@ -7,9 +7,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps, ImageSequence
@@ -159,7 +161,7 @@ def test_files_count_at_any_depth_of_an_item(store: Store, tmp_path: Path, deep:
     path = str(file)
     items: list[Any] = [
         {"image": {"path": path, "bytes": None}}, {"frames": [path]}, ((path, 1), 2), [[path]], Row(path),
-        {"frames": [file]},
+        {"frames": [file]}, {path: 1}, {path, "x"}, deque([path]), np.array([path]),
     ]  # fmt: skip
     for item in items:
         file.write_text("one")
@@ -169,6 +171,13 @@ def test_files_count_at_any_depth_of_an_item(store: Store, tmp_path: Path, deep:
         assert list(cached) == ["one"]
         file.write_text("other")
         assert list(cached) == ["other"]
+
+
+def test_what_comes_into_a_folder_changes_no_item_that_names_it(store: Store, tmp_path: Path) -> None:
+    cached = CachedIterableDataset([{"root": str(tmp_path), "id": 1}], lambda item: item["id"], store)
+    assert list(cached) == [1]
+    (tmp_path / "new").touch()
+    assert [*cached, cached.hits, cached.misses] == [1, 1, 1]
 
 
 def test_a_function_that_stops_iteration_is_an_error_and_no_early_end(store: Store) -> None:

@@ -395,6 +395,18 @@ def test_texts_of_any_length_in_an_array_are_compared_by_value(tmp_path: Path) -
         cached[5]
 
 
+@pytest.mark.parametrize("mode", ["c", "r+"])
+def test_a_map_that_can_be_written_to_is_watched(tmp_path: Path, mode: Any) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100.0))
+    dataset = Shifted()
+    dataset.data = np.load(tmp_path / "a.npy", mmap_mode=mode)
+    cached = CachedDataset(dataset, tmp_path / "store")
+    assert cached[3] == 4.0
+    dataset.data[:] = 7
+    with pytest.raises(InvalidValueError, match=r"dataset\.data has been changed"):
+        cached[4]
+
+
 def test_a_look_at_a_large_model_is_bounded(tmp_path: Path) -> None:
     large: Any = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(400)))
     with CachedDataset(Transformed(large), tmp_path / "cache") as cached:

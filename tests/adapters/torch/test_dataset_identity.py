@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import random
+import tempfile
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 from PIL import Image
@@ -276,6 +278,21 @@ def test_a_list_of_files_notices_an_edit_of_one(files: list[Path], kind: str, co
     assert dataset_key(make()) not in (before, longer, touched)
 
 
+@pytest.mark.parametrize("form", ["alone", "list", "pairs", "objects", "record"])
+def test_names_of_files_that_come_out_of_an_array_count(files: list[Path], form: str) -> None:
+    """Regression: they are NumPy's own texts, and those counted by their letters alone."""
+    names = np.array(list(map(str, files[:3])))
+    record = np.array([(str(files[0]), 1)], [("p", "U200"), ("y", "i4")])[0]
+    values = {
+        "alone": names[0], "list": list(names), "pairs": list(zip(names, range(3), strict=True)),
+        "objects": np.array([*names, None], object), "record": record,
+    }  # fmt: skip
+    before = dataset_key(Held(value=values[form]))
+    assert dataset_key(Held(value=values[form])) == before
+    touch(files[0])
+    assert dataset_key(Held(value=values[form])) != before
+
+
 @pytest.mark.parametrize("count", [4, 100])
 @pytest.mark.parametrize(
     "form", ["(image, mask)", "[label, path]", "path of ten", "first is missing", "one is empty"]
@@ -365,6 +382,72 @@ def test_files_of_the_kernel_do_not_count() -> None:
     assert dataset_key(held) == before
 
 
+def test_files_in_shared_memory_count_as_all_do() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", suffix=".txt") as file:
+        held = Held(path=file.name)
+        before = dataset_key(held)
+        touch(Path(file.name))
+        assert dataset_key(held) != before
+
+
+def test_a_private_map_counts_by_its_values_and_a_shared_one_notices_each_write(tmp_path: Path) -> None:
+    """Regression: values that differ from the file, and a page that was written twice, had the same key."""
+    file = tmp_path / "a.npy"
+    np.save(file, np.arange(4.0))
+    keys = set()
+    for factor in (1, 2):
+        private = np.load(file, mmap_mode="c")
+        private *= factor
+        keys.add(dataset_key(private))
+    shared = np.load(file, mmap_mode="r+")
+    for value in (3, 4, 5):
+        shared[:] = value
+        keys.add(dataset_key(shared))
+    assert len(keys) == 5
+    cached = Held(x=shared)
+    assert dataset_key(cached) == dataset_key(cached)
+
+
+@pytest.mark.parametrize("kind", ["group", "zip"])
+def test_zarr_groups_and_archives_notice_another_chunk(tmp_path: Path, kind: str) -> None:
+    """Regression: a group counted by its description, and an archive by its path."""
+    zarr = pytest.importorskip("zarr")
+
+    def make(value: int) -> Any:
+        if kind == "group":
+            group = zarr.open_group(tmp_path / "group", mode="w")
+            group.create_array("a", shape=(3,), dtype="i8")[:] = value
+            return zarr.open_group(tmp_path / "group", mode="r")
+        path = tmp_path / "a.zip"
+        path.unlink(missing_ok=True)
+        store = zarr.storage.ZipStore(path, mode="w")
+        zarr.create_array(store, shape=(3,), dtype="i8")[:] = value
+        store.close()
+        return zarr.open_array(zarr.storage.ZipStore(path, mode="r"), mode="r")
+
+    before = dataset_key(make(1))
+    assert dataset_key(make(2)) != before
+
+
+def test_groups_of_zarr_in_memory_count_by_their_values() -> None:
+    zarr = pytest.importorskip("zarr")
+    keys = set()
+    for value in (1, 1, 2):
+        group = zarr.create_group({})
+        group.create_group("inner").create_array("a", shape=(3,), dtype="i8")[:] = value
+        keys.add(dataset_key(group))
+    assert len(keys) == 2
+
+
+def test_a_lazy_frame_over_a_file_is_refused(tmp_path: Path) -> None:
+    """Regression: its plan says nothing of the file, so an edit gave the old rows."""
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    with pytest.raises(UnhashableError, match=r"dataset.frame: is a LazyFrame that will read files.*collect"):
+        dataset_key(Held(frame=pl.scan_csv(tmp_path / "a.csv")))
+    one, other = (Held(frame=pl.DataFrame({"a": [value]}).lazy()) for value in (1, 2))
+    assert dataset_key(one) != dataset_key(other)
+
+
 def test_files_that_code_names_are_constants(files: list[Path]) -> None:
     """A log that a transform writes to would change the key with every use."""
     program = f"lambda x: open({str(files[0])!r}, 'a').write(x)"
@@ -446,6 +529,12 @@ IN_COLUMNS: dict[str, Callable[[list[str]], Any]] = {
     "objects": lambda paths: pd.DataFrame({"path": np.array(paths, object)}),
     "categories": lambda paths: pd.DataFrame({"path": pd.Categorical(paths)}),
     "arrow": lambda paths: pa.table({"y": range(len(paths)), "path": paths}),
+    "dictionary": lambda paths: pa.table({"path": pa.array(paths).dictionary_encode()}),
+    "runs": lambda paths: pa.table({"path": pc.run_end_encode(pa.array(paths))}),
+    "lists": lambda paths: pa.table({"path": [[path] for path in paths]}),
+    "structs": lambda paths: pa.table({"image": [{"path": path, "bytes": None} for path in paths]}),
+    "polars lists": lambda paths: pl.DataFrame({"path": [[path] for path in paths]}),
+    "polars structs": lambda paths: pl.DataFrame({"image": [{"path": path} for path in paths]}),
     "polars": lambda paths: pl.DataFrame({"y": range(len(paths)), "path": paths}),
     "polars series": pl.Series,
 }
