@@ -128,8 +128,10 @@ class CsvReader(upstream.Csv):  # type: ignore[misc]
 def _may_skip(file: str, options: Mapping[str, Any]) -> bool:
     """Whether blank lines of a file are no rows. In a file of one column, they are its empty cells."""
     header = {**options, "chunksize": None, "dtype": None, "nrows": 0}
-    names, others = ([*pd.read_csv(file, **{**header, "skip_blank_lines": skip})] for skip in (True, False))
-    return len(names) != 1 or names != others  # the header itself may stand behind blank lines
+    names = [*pd.read_csv(file, **{**header, "skip_blank_lines": True})]
+    if len(names) != 1:
+        return True
+    return names != [*pd.read_csv(file, **{**header, "skip_blank_lines": False})]  # blank lines before it
 
 
 def _types_in(values: pd.Series) -> set[str]:

@@ -36,8 +36,9 @@ _DIGITS = 40
 _STATE = ("state_dict", "load_state_dict")
 # Characters of a file's name.
 _LONGEST_NAME = 255
-# Levels of an item in which files are looked for.
+# Levels of an item in which files are looked for, and types of values that name none.
 _DEEPEST = 16
+_NUMBERS = frozenset({int, float, bool, bytes, type(None)})
 
 
 class CachedIterableDataset(IterableDataset[Any]):
@@ -207,7 +208,7 @@ def _values_in(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
         return [name for name in item if isinstance(name, str) and "/" in name] + [*item.values()]
     if isinstance(item, list | tuple | deque):
-        return item
+        return () if _NUMBERS.issuperset(map(type, item)) else item
     if isinstance(item, set | frozenset):
         return sorted((name for name in item if isinstance(name, str | os.PathLike)), key=os.fspath)
     if isinstance(item, np.ndarray) and item.dtype.kind in "UT":

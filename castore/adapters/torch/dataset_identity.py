@@ -259,9 +259,8 @@ def _mapped(encoder: Encoder, value: Any) -> Iterator[Any]:
     if not isinstance(value.base, mmap.mmap) or value.filename is None or value.mode == "c":
         yield from ("mapped", encoder.part(np.asarray(value)))
         return
-    if (
-        value.mode != "r"
-    ):  # else the kernel gives the file no new time when the same page is written once more
+    if value.mode != "r":
+        # Else the kernel gives the file no new time when a page is written to that nobody has written back.
         value.flush()
     where = os.path.abspath(value.filename)
     yield from (
