@@ -282,7 +282,7 @@ def _arguments(reader: Any, folder: str) -> dict[str, Any]:
 
 
 class _ParquetReader(Parquet):  # type: ignore[misc]
-    """The Parquet builder of `datasets`, which ends with an error at a row group without rows."""
+    """The Parquet builder of `datasets`, without its error at a row group that has no rows."""
 
     def _generate_tables(
         self, files: list[str], row_groups_list: list[Any]
