@@ -24,11 +24,11 @@ import pyarrow as pa
 import pyarrow.parquet
 from datasets.builder import Key
 from datasets.data_files import DataFilesDict, DataFilesList
+from datasets.features.features import require_storage_embed
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.text.text import Text
 from datasets.table import table_cast
 
-from castore.adapters.datasets import named_files
 from castore.adapters.datasets.source_units import DependentFileError
 from castore.recipes.common_schema import Neighbours, OtherSchemaError, WiderSchemaError, join_schemas
 from castore.recipes.csv_reader import ColumnTypes, CsvReader, join_types
@@ -174,7 +174,7 @@ def find_common(kind: str, files: Sequence[str], types: ColumnTypes | None, fold
                 features = datasets.Features.from_arrow_schema(table.schema)
         except Exception as error:  # from a dozen libraries: reading all files raises it again
             raise DependentFileError from error
-    if not features or named_files.may_name_files(features):
+    if not features or any(map(require_storage_embed, features.values())):
         raise DependentFileError
     return Common(features, is_known_first, types)
 
@@ -299,7 +299,7 @@ def may_name_files(file: str) -> bool:
         features = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
     except (OSError, ValueError, TypeError, NotImplementedError):  # whoever reads the rows reports it
         return False
-    return named_files.may_name_files(features)
+    return any(map(require_storage_embed, features.values()))
 
 
 def _groups_with_rows(file: str) -> tuple[int, ...] | None:
