@@ -36,7 +36,14 @@ from castore.adapters.datasets.block_entries import (
     put_result,
     remove_result,
 )
-from castore.adapters.datasets.block_parts import BlockParts, Joined, MadePart, Part, PartsDifferError
+from castore.adapters.datasets.block_parts import (
+    AS_BLOCKS,
+    BlockParts,
+    Joined,
+    MadePart,
+    Part,
+    PartsDifferError,
+)
 from castore.adapters.datasets.block_step import (
     NULL_TYPE,
     BlockStep,
@@ -172,6 +179,7 @@ class BlockMaker:
         with contextlib.ExitStack() as stack:
             file = scratch.new_file(self._store, self._temp_dir)
             stack.callback(scratch.remove, file)
+            self._follows_kill = scratch.follows_kill(file)
             self._files = (file.with_name(f"{number:09}.arrow") for number in itertools.count())
             self._guard = threading.Lock()
             # One thread: compression uses all cores by itself.
@@ -298,6 +306,9 @@ class BlockMaker:
             try:
                 if (made := self._make_in_parts(job, finer, file)) is not None:
                     return made
+            except TooSlowError as slow:
+                self._seconds_a_row = slow.seconds_a_row
+                return self._make(job, file)
             except PartsDifferError as error:
                 self.require_no_memory()
                 self._may_be_parts = False  # nor would those of other blocks do
@@ -312,7 +323,9 @@ class BlockMaker:
     def _choose(self, job: Job) -> int | None:
         if not self._may_be_parts:
             return None
-        return self._parts.choose(job.rows, job.first, job.features, self._seconds_a_row)
+        return self._parts.choose(
+            job.rows, job.first, job.features, self._seconds_a_row, follows_kill=self._follows_kill
+        )
 
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
         written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
@@ -367,7 +380,7 @@ class BlockMaker:
         running: deque[tuple[Part, Future[Written]] | MadePart] = deque()
         most = 1 if self._workers is None else 2 * self._step.num_proc
         waiting = deque(self._parts.cut(job.rows, job.first, job.features, finer))
-        speeds, may_be_quick = list[float](), True
+        speeds, may_be_quick = list[float](), finer != AS_BLOCKS
         while waiting or running:
             while waiting and len(running) < most:
                 part = waiting.popleft()
@@ -387,7 +400,8 @@ class BlockMaker:
                         waiting.clear()
                         running.append(MadePart(None, written, False, None))
                         continue
-                running.append((part, self._run_part(job, part, part.block.read(), file)))
+                may_end = finer == AS_BLOCKS and self._seconds_a_row is None
+                running.append((part, self._run_part(job, part, part.block.read(), file, may_end=may_end)))
             next_made = running.popleft()
             made = next_made if isinstance(next_made, MadePart) else self._keep_part(*next_made)
             if made.part is not None:

@@ -41,7 +41,9 @@ from castore.store import Store
 PARTS_FOLDER = ".datasets/parts"
 # A part is of use while its block is being made, and for the next changes of it.
 _SECONDS = 30 * 86400.0
-# How many parts a block may be cut into, on average.
+#: As many parts as the block has times the size of others: a step's first block is as long as `datasets` needs.
+AS_BLOCKS = 1
+# How many parts a slow block may be cut into, on average.
 _FINER = (4, 16, 64, 256, 1024, 4096)
 
 #: Gives the key of a block, by the number of its first row, and the features of the result.
@@ -104,7 +106,13 @@ class BlockParts:
         self._made: set[str] = set()  # keys
 
     def choose(
-        self, rows: pa.Table, first: int, features: str | None, seconds_a_row: float | None
+        self,
+        rows: pa.Table,
+        first: int,
+        features: str | None,
+        seconds_a_row: float | None,
+        *,
+        follows_kill: bool,
     ) -> int | None:
         """How many parts a block is cut into, on average; None for a block that is to be made as a whole.
 
@@ -114,20 +122,34 @@ class BlockParts:
             rows, first: the block, and the number of its first row.
             features: the features of the result, in JSON, as far as they are known.
             seconds_a_row: the time that the function takes, if that is known.
+            follows_kill: whether an earlier run was killed: another kill shall not cost a whole first block.
         """
         if len(rows) <= self._step.at_once:
             return None
         seconds = None if seconds_a_row is None else seconds_a_row * len(rows)
         self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
-        if not self._has_kept if seconds is None else seconds <= self._step.slow_seconds(len(rows)):
+        is_slow = seconds is not None and seconds > self._step.slow_seconds(len(rows))
+        by_default = self.fit(rows, seconds_a_row) if is_slow and seconds_a_row is not None else None
+        if follows_kill and by_default is None and self._decides_features(rows, features):
+            by_default = AS_BLOCKS
+        if by_default is None and not (seconds is None and self._has_kept):
             return None
         head = rows[: self.head_rows(len(rows), features)]
-        for finer in _FINER if self._has_kept else ():
-            pieces = self._cut(head, finer)
-            ends = (pieces[0], first), (pieces[-1], first + len(head) - len(pieces[-1]))
-            if any(self._find(self._part(*end, features).key) for end in ends):
-                return finer
-        return None if seconds_a_row is None else self.fit(rows, seconds_a_row)
+        kept = {finer: self._kept_ends(head, first, features, finer) for finer in (AS_BLOCKS, *_FINER)}
+        likely = max(kept, key=lambda finer: kept[finer])
+        return likely if kept[likely] else by_default
+
+    def _kept_ends(self, rows: pa.Table, first: int, features: str | None, finer: int) -> int:
+        """How many of the first and the last part are kept: one may be alike in two ways of cutting."""
+        if not self._has_kept:
+            return 0
+        pieces = self._cut(rows, finer)
+        ends = (pieces[0], first), (pieces[-1], first + len(rows) - len(pieces[-1]))
+        return sum(self._find(self._part(*end, features).key) is not None for end in ends)
+
+    def _decides_features(self, rows: pa.Table, features: str | None) -> bool:
+        """Whether a block is the first of several, and decides the features of all results."""
+        return features is None and not self._step.has_features and len(rows) < len(self._step.dataset)
 
     def fit(self, rows: pa.Table, seconds_a_row: float) -> int:
         """How many parts fit the time that a block's rows take; as `choose` gives it."""

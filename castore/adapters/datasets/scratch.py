@@ -2,7 +2,8 @@
 
 A process has one folder for each place: below the store, where there is room for data, or below a user's
 folder. The folder's name contains the process's id. The folder is removed when the process ends. A killed
-process's folder is removed when the next process makes its own, or with the next gc.
+process's folder is removed when the next process makes its own, or with the next gc: it tells that
+process of the kill.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from castore.system.forks import ForkSafeLock
 from castore.system.temporary import leftover_folders, make_folder, pid_namespace, process_started
 
 _folders: dict[tuple[int, Path], Path] = {}
+_killed: set[Path] = set()  # places where killed processes had left folders
 _guard = ForkSafeLock()
 
 
@@ -37,6 +39,11 @@ def is_ours(file: str | os.PathLike[str]) -> bool:
     above = Path(file).parent.parent
     with _guard.lock:
         return _folders.get((os.getpid(), above.parent)) == above
+
+
+def follows_kill(file: Path) -> bool:
+    """Whether a process was killed that had files in the place where `new_file` has named that one."""
+    return file.parent.parent.parent in _killed
 
 
 def remove(file: Path) -> None:
@@ -60,6 +67,7 @@ def _process_folder(parent: Path, mode: int) -> Path:
                 parent.parent.mkdir(parents=True, exist_ok=True)
                 make_folder(parent, mode)
             for left in leftover_folders(parent):
+                _killed.add(parent)
                 shutil.rmtree(left, ignore_errors=True)
             name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
             folder = parent / name
