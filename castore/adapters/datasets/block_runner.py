@@ -21,6 +21,7 @@ Must never keep a result that an operator's exception, or a dead worker, has cut
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import warnings
@@ -70,6 +71,8 @@ from castore.system.job_rank import job_rank
 _VERSION = 1
 # Blocks whose results are fetched ahead, if nodes share them.
 _BLOCKS_AHEAD = 4
+# Why an operator that remembers rows would have to see some twice.
+_SHARED = "the ranks of a job share its blocks; a run without a shard sees them in order"
 #: Rows whose features are taken for those of the result, while another run makes the first block.
 GUESS_ROWS = 16
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
@@ -150,7 +153,7 @@ class BlockRun:
             try:
                 results = self._make_all(maker)
             except BeginsAnewError as error:
-                why = str(error.__context__ or "") or "blocks that it has begun are of no use"
+                why = str(error) or str(error.__context__ or "") or "blocks that it has begun are of no use"
                 raise _begins_anew(step, why) from error
             finally:
                 if maker.remembers:
@@ -164,41 +167,47 @@ class BlockRun:
     def _make_all(self, maker: BlockMaker) -> list[BlockResult]:
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FilesChangedError):
-                self._make_share(maker)
-                while (results := self._try_all(maker)) is None:
-                    maker.require_no_memory()  # another run has ended without a block that it had claimed
+                results = self._make_share(maker)
+                while results is None:
+                    results = self._try_all(maker)
+                    if results is None:  # another run has ended without a block that it had claimed
+                        maker.require_no_memory()
                 maker.find_memory()
                 return results
             maker.settle()
         raise NotInBlocksError("files that its rows name change while it runs")
 
-    def _make_share(self, maker: BlockMaker) -> None:
+    def _make_share(self, maker: BlockMaker) -> list[BlockResult] | None:
         """Make this rank's part of the blocks first, if the ranks of a job share results over a remote.
 
         So ranks do not ask for the same blocks all the time. Any rank makes those that are left.
+
+        Returns:
+            All results, if the first block has shown that the operator remembers rows: this rank has gone on
+            with all other blocks then. None before that.
         """
         rank, ranks = job_rank()
         if ranks == 1 or not self._claims.are_shared:
-            return
-        keys = _Keys(self._step)
-        try:
-            for item in self._take_blocks(keys, maker, rank, ranks):
-                if isinstance(item, Future):
-                    item.result()
-        except Exception as error:
-            if not self._follows_from_guess(error, keys, maker):
-                raise
+            return None
+        results = self._try_all(maker, rank, ranks)
+        if results is None and maker.find_memory():
+            raise BeginsAnewError(_SHARED)
+        return results
 
-    def _try_all(self, maker: BlockMaker) -> list[BlockResult] | None:
+    def _try_all(self, maker: BlockMaker, rank: int = 0, ranks: int = 1) -> list[BlockResult] | None:
         """Take the results that are there, and make those that nobody else makes.
 
+        Args:
+            maker: makes them.
+            rank, ranks: as for `_take_blocks`.
+
         Returns:
-            All results; None if another run has claimed a block, and not kept it, or if the features of the
-            result were guessed wrong.
+            All results; None if another run has claimed a block, and not kept it, if the features of the
+            result were guessed wrong, or if blocks were left to other ranks.
         """
         keys = _Keys(self._step)
         try:
-            return self._take_all(keys, maker)
+            return self._take_all(keys, maker, rank, ranks)
         except Exception as error:
             if not self._follows_from_guess(error, keys, maker):
                 raise
@@ -215,9 +224,13 @@ class BlockRun:
             self._guesses = dict.fromkeys(self._guesses)
         return is_wrong
 
-    def _take_all(self, keys: _Keys, maker: BlockMaker) -> list[BlockResult] | None:
-        done = self._take_blocks(keys, maker)
+    def _take_all(
+        self, keys: _Keys, maker: BlockMaker, rank: int, ranks: int
+    ) -> list[BlockResult] | None:
+        done = self._take_blocks(keys, maker, rank, ranks)
         kept = [item.result() if isinstance(item, Future) else item for item in done]
+        if ranks > 1 and not maker.remembers:
+            return None
         results = []
         for item in kept:
             result = self._claims.wait_for(item.key) if isinstance(item, _Elsewhere) else item
@@ -231,35 +244,49 @@ class BlockRun:
             raise _WrongGuess
         return results
 
-    def _take_blocks(self, keys: _Keys, maker: BlockMaker, rank: int = 0, ranks: int = 1) -> list[_Item]:
+    def _take_blocks(self, keys: _Keys, maker: BlockMaker, rank: int, ranks: int) -> list[_Item]:
         """The results of blocks that are there, and places for those that are made, here or elsewhere.
 
         Args:
             keys, maker: of this pass over the blocks.
             rank, ranks: one block of so many is taken, and the first ones until the keys of the others are
-                known.
+                known. All are taken once the first one has shown that the operator remembers rows.
+
+        Raises:
+            BeginsAnewError: the operator remembers rows, and blocks were left to other ranks before that
+                showed.
         """
         first = 0
         done: list[_Item] = []
         numbers: deque[int] = deque()
+        has_left = False
 
         def ours(blocks: Generator[SourceBlock, None, None]) -> Generator[SourceBlock, None, None]:
-            nonlocal first
+            nonlocal first, has_left
             with contextlib.closing(blocks):
-                for number, block in enumerate(blocks):
-                    if number % ranks == rank or not keys.are_final:
+                for number, block in enumerate(blocks, start=1):
+                    if number % ranks == rank or not keys.are_final or maker.remembers:
                         numbers.append(number)
                         yield block
-                    elif self._step.is_numbered:
-                        first += len(block.read())
+                    else:
+                        has_left = True
+                        first += len(block.read()) if self._step.is_numbered else 0
 
         ahead = ReadAhead(source_blocks(self._step.dataset, self._step.rule))
-        with contextlib.closing(self._fetch_ahead(ours(iter(ahead)), keys)) as blocks:
-            for block in blocks:
-                item, rows = self._take(block, numbers.popleft(), first, keys, maker)
+        all_blocks = iter(ahead)
+        with contextlib.closing(all_blocks):
+            for block in itertools.islice(all_blocks, 1):
+                item, first = self._take(block, 0, 0, keys, maker)
                 done.append(item)
-                first += rows
                 ahead.wants_rows = ranks == 1 and not isinstance(item, BlockResult)
+            with contextlib.closing(self._fetch_ahead(ours(all_blocks), keys)) as blocks:
+                for block in blocks:
+                    item, rows = self._take(block, numbers.popleft(), first, keys, maker)
+                    done.append(item)
+                    first += rows
+                    ahead.wants_rows = ranks == 1 and not isinstance(item, BlockResult)
+                    if has_left and maker.remembers:
+                        raise BeginsAnewError(_SHARED)
         return done
 
     def _fetch_ahead(

@@ -162,6 +162,55 @@ def test_a_run_of_a_pipeline_begins_with_the_part_that_it_is_told(folder: Path) 
     assert order != sorted(order), "every second block comes before those in between"
 
 
+class Firsts:
+    """Tells whether a text was there before, from some row on."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
+        self.texts: set[str] = set()
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        is_new = row["text"] not in self.texts
+        if row["n"] >= self.begin:
+            self.texts.add(row["text"])
+        return {"is_new": is_new, "known": len(self.texts)}
+
+    def keeps(self, row: dict[str, Any]) -> bool:
+        return bool(self(row)["is_new"])
+
+
+def repeated(count: int) -> datasets.Dataset:
+    texts = [f"{n * n % 701} {_PAD}" for n in range(count)]
+    return datasets.Dataset.from_dict({"n": list(range(count)), "text": texts})
+
+
+@pytest.mark.filterwarnings("ignore::castore.errors.CacheWarning")
+@pytest.mark.parametrize("shard", [(0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize("count", [100, ROWS])
+def test_a_function_that_remembers_rows_sees_each_once_and_in_order_whatever_its_part(
+    folder: Path, shard: tuple[int, int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = repeated(count)
+    with Store(folder / "node0", remote="team") as store:
+        mapped = Pipeline([Firsts()], store=store).run(data, shard=shard).dataset
+        assert mapped[:] == data.map(Firsts())[:]
+        monkeypatch.setenv("RANK", str(shard[0]))
+        monkeypatch.setenv("WORLD_SIZE", str(shard[1]))
+        assert cached_filter(data, Firsts().keeps, store=store)[:] == data.filter(Firsts().keeps)[:]
+
+
+@pytest.mark.filterwarnings("ignore::castore.errors.CacheWarning")
+def test_a_function_that_begins_to_remember_once_blocks_were_left_to_others_ends_with_an_error(
+    folder: Path,
+) -> None:
+    data = repeated(ROWS)
+    with Store(folder / "node0", remote="team") as store:
+        with pytest.raises(InvalidValueError, match="a run without a shard sees them in order"):
+            Pipeline([Firsts(begin=1500)], store=store).run(data, shard=(0, 2))
+        result = Pipeline([Firsts(begin=1500)], store=store).run(data).dataset
+        assert result[:] == data.map(Firsts(begin=1500))[:]
+
+
 @pytest.mark.parametrize(
     ("shard", "remote", "what"),
     [
