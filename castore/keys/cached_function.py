@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -36,6 +37,9 @@ _RUNNING: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "a generator": (inspect.isgeneratorfunction, "collects what it yields, list(...), and returns that"),
 }
+# Binds arguments as they are given.
+_ANY = inspect.signature(lambda *args, **kwargs: None)
+_LRU = type(functools.lru_cache(len))
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,7 +51,10 @@ class Results(Notes, Protocol):
 
 
 def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Callable[[F], F]:
-    """See `Store.cached`. Arguments are bound to the signature, so ``f(1)`` and ``f(x=1)`` are one entry."""
+    """See `Store.cached`. Arguments are bound to the signature, so ``f(1)`` and ``f(x=1)`` are one entry.
+
+    Where the signature may be another function's, they count as they are given.
+    """
 
     def decorate(function: F) -> F:
         signature = _signature(function)
@@ -92,12 +99,27 @@ def _signature(function: Any) -> inspect.Signature:
                 f"which returns before it has run; decorate a function that {advice}"
             )
     try:
-        return inspect.signature(function)
+        signature = inspect.signature(function)
+        return _ANY if _has_borrowed_signature(function) else signature
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
             f"store.cached cannot tell the arguments of {function!r}: {error}; "
             "decorate a function that calls it"
         ) from error
+
+
+def _has_borrowed_signature(function: Any) -> bool:
+    """Whether a function's signature is that of the function which it wraps, or one that was set by hand.
+
+    A wrapper may take other arguments, and other defaults, than the wrapped function.
+    """
+    while isinstance(function, functools.partial | _LRU):
+        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    asked = [function, inspect.getattr_static(type(function), "__call__", None)]
+    held = {name for one in asked for name in getattr(one, "__dict__", ())}
+    return not held.isdisjoint(("__signature__", "__wrapped__"))
 
 
 def _name_of(function: Any) -> str:
@@ -106,5 +128,6 @@ def _name_of(function: Any) -> str:
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     # A spawned worker calls the program's main module `__mp_main__`.
-    module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
+    module = getattr(named, "__module__", None) or "builtins"  # methods in C have none
+    module = "__main__" if module == "__mp_main__" else module
     return f"{module}.{named.__qualname__}"

@@ -51,7 +51,7 @@ _ZONE_NAMES = ("key", "zone", "_filename")
 _LONG_STEP = 60
 _LONG_PATH = 120
 # Stays empty: the rules for configs number nothing.
-_NONE_MET: dict[int, tuple[int, object]] = {}
+_NONE_MET: dict[int, tuple[Any, object]] = {}
 
 
 def key(config: object, prefix: str | None = None, content: Content | None = None) -> str:
@@ -172,6 +172,7 @@ class Encoder:
         open: ids on the way to the part, with whether each is a value's: otherwise it is a followed module's.
         met: numbers of functions, classes and objects by id, with the object. They refer to one another in
             cycles: a number represents an object that is met again.
+        parameters: how many of these are parameters of models.
         ordered: whether the order of dicts counts here: it counts in the user's values, not in a library's.
         marks: names of what surrounds the part, for rules further inside.
         unordered: ids of dicts whose order does not count. Their objects keep them alive.
@@ -183,6 +184,7 @@ class Encoder:
     found: Any = None
     marks: frozenset[str] = frozenset()
     ordered = False
+    parameters = 0
 
     def __init__(self, rules: Rules, watch: Watch | None = None, found: Any = None) -> None:
         # For a small config this takes a good part of the time, so it does little.
@@ -291,7 +293,12 @@ class Encoder:
 
     def number(self, value: object) -> None:
         """Give a value the next number, which stands for the value wherever it is met again."""
-        self.met[id(value)] = (len(self.met), value)
+        self.met[id(value)] = (len(self.met) - self.parameters, value)
+
+    def number_parameter(self, value: object) -> None:
+        """The same for a parameter of a model: those that are one object are trained as one."""
+        self.met[id(value)] = (("parameter", self.parameters), value)
+        self.parameters += 1
 
     def beside(self) -> Encoder:
         """An encoder for an element of a set: the same context, own numbers since a set's order is random."""
@@ -303,6 +310,7 @@ class Encoder:
 
     def _begin_numbering(self) -> None:
         self.met = {}
+        self.parameters = 0
         self.unordered: set[int] = set()
         self.memory: Any = self.rules.memory() if self.rules.memory is not None else None
 

@@ -242,10 +242,13 @@ def _archive_of(encoder: Encoder, value: Any, without: frozenset[str] = frozense
 def tensor(encoder: Encoder, value: Any) -> Iterator[Any]:
     """Count a tensor by its values, and by its other properties that a function can observe.
 
-    Device, strides and autograd graph do not count.
+    Device, strides, gradient and autograd graph do not count.
     """
+    is_parameter = type(value) is sys.modules["torch"].nn.Parameter
+    if is_parameter:
+        encoder.number_parameter(value)
     yield from tensor_values(encoder, value)
-    if type(value) is sys.modules["torch"].nn.Parameter:
+    if is_parameter:
         yield "parameter"
     if value.requires_grad:
         yield "requires grad"
@@ -290,7 +293,10 @@ def tensor_values(encoder: Encoder, value: Any) -> Iterator[Any]:
 def _sparse(encoder: Encoder, plain: Any) -> Iterator[Any]:
     torch = sys.modules["torch"]
     if plain.layout == torch.sparse_coo:
-        plain = plain.coalesce()
+        joined = plain.coalesce()
+        if not torch.equal(joined.indices(), plain._indices()):
+            yield from ("not coalesced", encoder.part(plain._indices()), encoder.part(plain._values()))
+        plain = joined
         places = [plain.indices()]
     elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):
         places = [plain.crow_indices(), plain.col_indices()]

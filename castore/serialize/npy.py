@@ -89,11 +89,23 @@ def elements(array: Any) -> Any:
     return array.tobytes()
 
 
+def _has_gaps(dtype: Any) -> bool:
+    """Whether there are bytes between the fields of a structured dtype."""
+    if dtype.names is None:
+        return dtype.subdtype is not None and _has_gaps(dtype.base)
+    fields = [dtype[name] for name in dtype.names]
+    return sum(field.itemsize for field in fields) != dtype.itemsize or any(map(_has_gaps, fields))
+
+
 def dump_npy(obj: Any) -> bytes:
-    """Return a `.npy` file of an array. Fortran order is kept."""
+    """Return a `.npy` file of an array. Fortran order is kept. Bytes between fields are written as zeros."""
     if not is_array(obj):
         refuse(f"{type(obj)}{f' of {obj.dtype}' if hasattr(obj, 'dtype') else ''}", "npy")
     in_fortran = obj.flags.f_contiguous and not obj.flags.c_contiguous
+    if _has_gaps(obj.dtype):
+        np, gapped = sys.modules["numpy"], obj
+        obj = np.zeros(gapped.shape, gapped.dtype, "F" if in_fortran else "C")
+        obj[...] = gapped
     header = _header(obj.dtype, obj.shape, in_fortran)
     if header is not None:
         return b"".join([header, elements(obj.T if in_fortran else obj)])
@@ -132,6 +144,8 @@ def load_npy(data: bytes) -> Any:
         # Checked before memory is allocated: a header can claim a terabyte.
         if math.prod(shape) * dtype.itemsize != len(data) - start:
             raise ValueError(f"its header claims {shape} of {dtype}, which is not what follows")
+        if dtype.names is not None:  # NumPy copies no bytes between fields
+            return np.ndarray(shape, dtype, bytearray(memoryview(data)[start:]), order=order)
         return np.ndarray(shape, dtype, memoryview(data)[start:], order=order).copy("K")
     except (
         ValueError, TypeError, LookupError, AttributeError, SyntaxError, struct.error, MemoryError,

@@ -47,6 +47,25 @@ def transformer(*args: Any, **options: Any) -> Any:
 # --- values -------------------------------------------------------------------------------------------------
 
 
+def layers(are_tied: bool) -> torch.nn.Module:
+    made = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+    for layer in made:
+        torch.nn.init.ones_(layer.weight)  # type: ignore[arg-type]
+    if are_tied:
+        made[1].weight = made[0].weight
+    return made
+
+
+class Pair(collections.namedtuple("Pair", "a b")):
+    """A named tuple with a `__dict__`."""
+
+
+def attributed(mark: int) -> Pair:
+    made = Pair(1, 2)
+    made.mark = mark  # type: ignore[attr-defined]
+    return made
+
+
 class Boxes(torch.Tensor):
     """A tensor with a format, as those of torchvision have."""
 
@@ -296,6 +315,11 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
         lambda: parametrized(Symmetric()), lambda: parametrized(Antisymmetric()), lambda: weight_norm(0),
         lambda: weight_norm(1),
     ],
+    "sparse tensors": [
+        lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 1.0], (2,)),
+        lambda: torch.sparse_coo_tensor([[0]], [2.0], (2,)),
+    ],
+    "named tuples with attributes": [lambda: Pair(1, 2), lambda: attributed(1), lambda: attributed(2)],
     "metaclasses with answers": [answered, lambda: [answered()()], failed],
 }  # fmt: skip
 
@@ -347,6 +371,13 @@ def test_the_order_of_keyword_arguments_counts(folder: Path) -> None:
 
         assert names(b=1, a=2) == names({"b": 1, "a": 2}) == ["b", "a"]
         assert names(a=2, b=1) == names({"a": 2, "b": 1}) == ["a", "b"]
+
+
+@pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name != "embeddings"])
+def test_parameters_that_are_one_are_told_from_equal_ones(adapter: str) -> None:
+    told = ADAPTERS[adapter]
+    assert told(layers(True)) == told(layers(True)) != told(layers(False))
+    assert told([layers(True)[0], layers(False)]) == told([layers(False)[0], layers(False)])
 
 
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name != "embeddings"])
@@ -668,6 +699,53 @@ def test_partials_and_objects_are_cached_as_functions_are(store: Store) -> None:
     assert part.cache_name(1).startswith(f"cached/{__name__}.add/")
     assert one.cache_name(1).startswith(f"cached/{__name__}.Adder/")
     assert len(list(store.entries("cached"))) == 5
+
+
+def with_default(rate: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **{"rate": rate, **kwargs})
+
+        return wrapper
+
+    return decorate
+
+
+def rated(x: int, rate: float = 0.1) -> tuple[int, float]:
+    return x, rate
+
+
+class Rated:
+    @with_default(1.0)
+    def method(self, x: int, rate: float = 0.1) -> tuple[int, float]:
+        return x, rate
+
+    __call__ = method
+
+
+def test_a_wrapper_has_its_own_arguments_whatever_it_wraps(store: Store) -> None:
+    decorate: Any = store.cached()
+    wrapper = with_default(1.0)(rated)
+    for function in (wrapper, functools.partial(wrapper), Rated(), Rated().method, decorate(wrapper)):
+        cached = decorate(function)
+        assert (cached(0), cached(0, rate=0.1), cached(0)) == ((0, 1.0), (0, 0.1), (0, 1.0)), function
+
+    @functools.wraps(rated)
+    def other(x: int, *, is_loud: bool = False) -> tuple[int, bool]:
+        return x, is_loud
+
+    loud = decorate(other)
+    assert (loud(1), loud(1, is_loud=True)) == ((1, False), (1, True))
+    cached = decorate(functools.lru_cache(rated))
+    assert cached.cache_name(1) == cached.cache_name(x=1) == cached.cache_name(1, 0.1)
+
+
+@pytest.mark.parametrize("function", [[3].__contains__, "ab".__contains__, len, str.upper])
+def test_functions_in_c_are_cached(function: Any, store: Store) -> None:
+    cached: Any = store.cached()(function)
+    assert cached("a") == function("a")
+    assert cached("a") == function("a")
 
 
 def test_the_decorator_needs_no_parentheses(store: Store) -> None:

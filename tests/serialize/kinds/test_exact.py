@@ -197,10 +197,20 @@ def test_images_come_back_from_every_place(name: str) -> None:
 
 
 def test_a_structure_with_gaps_keeps_them() -> None:
-    value = np.zeros(3, np.dtype([("a", "i1"), ("b", ">f8")], align=True))
-    for through in WAYS.values():  # the gaps hold nothing
-        back = through(value)
-        assert (back.dtype, back.tolist()) == (value.dtype, value.tolist())
+    inner = np.dtype([("x", "i1"), ("y", "f4")], align=True)
+    value = np.zeros((4, 3), np.dtype([("a", "i1"), ("b", ">f8"), ("c", inner, (2,))], align=True))
+    noise = bytearray(b"\xa5" * value.nbytes)
+    noisy = np.ndarray(value.shape, value.dtype, noise)
+    for name in ("a", "b"):
+        noisy[name] = 0
+    for name in ("x", "y"):
+        noisy["c"][name] = 0
+    for through in WAYS.values():
+        for given in (value, noisy, noisy[::2]):
+            back = through(given)
+            assert back.dtype == given.dtype
+            assert np.array_equal(back, given)
+            assert back.tobytes() == bytes(given.nbytes), "memory that nobody has written shows in the gaps"
 
 
 def test_a_shared_list_of_bytearrays_is_kept_wherever_it_hangs() -> None:
