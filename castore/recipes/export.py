@@ -286,7 +286,8 @@ def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], 
 
 
 def _write_folder(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
-    dataset.save_to_disk(str(path))
+    # Of no rows `datasets` may write no file, and reads no folder without one.
+    dataset.save_to_disk(str(path), num_shards=None if len(dataset) else 1)
     done(len(dataset))
 
 

@@ -43,8 +43,8 @@ def check(bucket: Bucket) -> None:
         found = json.loads(data)["format"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RemoteError(
-            f"{SETTINGS} in {bucket.url} is damaged ({error}); remove it, and `castore remote add` makes it"
-            " again"
+            f"{SETTINGS} in {bucket.url} is damaged ({error}); remove this one object, and `castore remote"
+            " add` makes it again: all others stay as they are"
         ) from error
     if found != FORMAT:
         raise RemoteError(

@@ -8,6 +8,7 @@ One thread does everything; only events come from others. Memory does not grow w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import stat
@@ -81,8 +82,11 @@ class Watcher:
             caught_up: called once, after the first full scan.
 
         Raises:
-            WatchError: the folder cannot be watched, or is gone.
+            WatchError: the folder cannot be watched, or is gone; or the store was made anew.
         """
+        # An open folder keeps its inode: no other one can have the number.
+        store_folder = os.open(self._store.path, os.O_PATH | os.O_DIRECTORY)
+        self._store_stat = os.fstat(store_folder)
         self._events.start()
         try:
             self._refuse_empty()
@@ -96,11 +100,13 @@ class Watcher:
             pass
         finally:
             self._events.stop()
+            os.close(store_folder)
 
     def _poll(self) -> None:
         now = time.monotonic()
         if not self._folder.exists():
             raise WatchError(f"{self._folder.root} is gone; nothing was dropped")
+        self._require_store()
         if self._events.overflowed:
             self._report(Event("rescan", reason="the queue of events overflowed"))
             self._scan_all()
@@ -113,6 +119,15 @@ class Watcher:
         self._link_monitor.check_if_due()
         self._report_store_errors(self._census.look_if_due)
         self._store.flush(seconds=_FLUSH_SECONDS)
+
+    def _require_store(self) -> None:
+        """Check that the store is the one of the start, or gone: it may come back."""
+        with contextlib.suppress(OSError):
+            if not os.path.samestat(os.stat(self._store.path), self._store_stat):
+                raise WatchError(
+                    f"{self._store.path} is another store than the one that this watcher began with; start"
+                    " `castore watch` again"
+                )
 
     def _looks_for_mount(self) -> bool:
         """Whether a mount is there that links can lead into, after one was gone."""

@@ -679,6 +679,9 @@ def test_a_dataset_without_rows_is_written(tmp_path: Path, name: str) -> None:
     export.export(datasets.Dataset.from_list(ROWS).select([]), tmp_path / name)
     if name == "o.json":
         assert json.loads((tmp_path / name).read_text()) == []
+    if name == "o":
+        back = datasets.load_from_disk(str(tmp_path / name))
+        assert (len(back), back.column_names) == (0, [*ROWS[0]])
     assert (tmp_path / name).exists()
 
 

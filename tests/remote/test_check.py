@@ -374,7 +374,7 @@ def test_a_damaged_ref_is_one_problem_and_hides_no_other(remote: Remote, bucket:
 def test_a_damaged_marker_says_how_it_is_made_again(store: Store, remote: Remote, bucket: Path) -> None:
     marker = bucket / "castore-remote.json"
     marker.write_bytes(b"{")
-    with pytest.raises(RemoteError, match=r"is damaged \(.*\); remove it, and `castore remote add` makes it"):
+    with pytest.raises(RemoteError, match=r"is damaged \(.*\); remove this one object, and `castore"):
         remote.pull()
     marker.unlink()
     store.remove_remote("team")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,28 @@ def test_a_folder_that_goes_ends_the_watcher_and_drops_nothing(
     assert watching.process.wait(300) == 1
     assert watching.error() == f"castore: {folder} is gone; nothing was dropped\n"
     assert names(store) == ["in/a"]
+
+
+def test_a_store_that_is_made_anew_ends_the_watcher_and_one_that_comes_back_does_not(
+    store: Store, folder: Path, watch: Watch
+) -> None:
+    (folder / "a").write_text("a")
+    watching = watch()
+    watching.until("added", "in/a")
+    away = store.path.with_name("away")
+    store.path.rename(away)
+    (folder / "b").write_text("b")
+    watching.until("failed")
+    away.rename(store.path)
+    (folder / "c").write_text("c")
+    watching.until("added", "in/c")
+    shutil.rmtree(store.path)
+    Store(store.path).close()
+    assert watching.process.wait(300) == 1
+    assert watching.error().splitlines()[-1] == (
+        f"castore: {store.path} is another store than the one that this watcher began with; start"
+        " `castore watch` again"
+    )
 
 
 def test_mirror_does_not_take_an_empty_folder_for_the_users_wish(

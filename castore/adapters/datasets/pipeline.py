@@ -158,8 +158,8 @@ class Pipeline:
             shard = check_shard(shard)
             if not (self.use_cache and self.store.is_shared):
                 raise InvalidValueError(
-                    "shard= divides work between nodes that share a remote: give the store one with remote=, "
-                    "and use the cache"
+                    "a shard is a part of the work of nodes that share a remote: give the store one with"
+                    " remote= (`castore process --remote`), and use the cache"
                 )
         pending_puts.warn()
         run = _Run(self, dataset, ProgressMeter(self.steps, progress))
