@@ -132,7 +132,7 @@ def export(
         FullError: the disk is full.
     """
     check_path(path, keep_stats=keep_stats)
-    place = Path(os.path.abspath(path))
+    place = Path(os.path.realpath(path))  # a link at the path stays, and leads to the new file
     kept = _STATISTICS if keep_stats else ()
     plain = dataset.remove_columns(
         [name for name in dataset.column_names if name.startswith(_OWN_COLUMNS) and name not in kept]
@@ -143,7 +143,7 @@ def export(
         temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
         try:
             with _reporting_failures(path):
-                _WRITERS[place.suffix.lower()](plain, temporary, progress or _ignore_rows)
+                _WRITERS[Path(path).suffix.lower()](plain, temporary, progress or _ignore_rows)
             size = _size_on_disk(temporary)
             _replace(temporary, place)
         except BaseException:

@@ -674,6 +674,17 @@ def test_statistics_and_hashes_stay_out(tmp_path: Path) -> None:
     assert (tmp_path / "o.jsonl").read_text() == '{"text": "a"}\n'
 
 
+@pytest.mark.parametrize("name", ["o.jsonl", "o"])
+def test_a_link_at_the_place_of_an_export_stays(tmp_path: Path, name: str) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / "disk" / "there")
+    for _ in range(2):
+        export.export(datasets.Dataset.from_list(ROWS), tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["there"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["disk", name])
+
+
 @pytest.mark.parametrize("name", ["o.jsonl", "o.json", "o.csv", "o.parquet", "o"])
 def test_a_dataset_without_rows_is_written(tmp_path: Path, name: str) -> None:
     export.export(datasets.Dataset.from_list(ROWS).select([]), tmp_path / name)
