@@ -82,5 +82,7 @@ TOUCH_OLDER = ManyRows(
     ") WHERE name = column1 AND (accessed < column2 OR accessed > column2 + column3)",
 )
 DELETE_ENTRIES = ManyRows("DELETE FROM entries WHERE name IN (", "?", ")")
-DELETE_BLOBS = ManyRows("DELETE FROM blobs WHERE digest IN (", "?", ")")
+DELETE_BLOBS, DELETE_CHECKSUMS, DELETE_PLACES = (
+    ManyRows(f"DELETE FROM {table} WHERE digest IN (", "?", ")") for table in ("blobs", "checksums", "places")
+)
 ADD_COUNTS = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"

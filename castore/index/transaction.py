@@ -38,7 +38,9 @@ from castore.index.statements import (
     BRING_BLOBS,
     COUNT_REF,
     DELETE_BLOBS,
+    DELETE_CHECKSUMS,
     DELETE_ENTRIES,
+    DELETE_PLACES,
     LOSE,
     TOUCH_OLDER,
     UNCOUNT_MANY_REFS,
@@ -493,7 +495,7 @@ class Write:
         """Forget a blob that no entry names; False if one does."""
         if self.db.execute("DELETE FROM blobs WHERE digest = ? AND refs = 0", (blob.digest,)).rowcount == 0:
             return False
-        self._record_blob_removal(blob)
+        self._record_removals_of_blobs([blob])
         return True
 
     def unnamed(self, digests: Iterable[bytes]) -> list[bytes]:
@@ -514,24 +516,24 @@ class Write:
         )
         last = [Blob._make(row[:-1]) for row in rows if row[-1] == names[row[0]]]
         DELETE_BLOBS.run(self.db, [(blob.digest,) for blob in last])
-        for blob in last:
-            self._record_blob_removal(blob)
+        self._record_removals_of_blobs(last)
         # gc removed the entries, so there is no grace period: orphaned = 0.
         dropped = {blob.digest for blob in last}
         kept = [(digest, 0.0, count) for digest, count in names.items() if digest not in dropped]
         UNCOUNT_MANY_REFS.run(self.db, kept)
         return last
 
-    def _record_blob_removal(self, blob: Blob) -> None:
-        stored, pack = _number(blob.stored), _number(blob.pack)
-        if pack <= 0:  # packed blobs have no checksums
-            self.db.execute("DELETE FROM checksums WHERE digest = ?", (blob.digest,))
+    def _record_removals_of_blobs(self, blobs: Sequence[Blob]) -> None:
+        # Packed blobs have no checksums.
+        DELETE_CHECKSUMS.run(self.db, [(blob.digest,) for blob in blobs if _number(blob.pack) <= 0])
         if self._has_places:
-            self.db.execute("DELETE FROM places WHERE digest = ?", (blob.digest,))
-        self._blobs -= 1
-        self._unique -= _number(blob.size)
-        self._stored -= stored
-        self._count_dead(stored, pack)
+            DELETE_PLACES.run(self.db, [(blob.digest,) for blob in blobs])
+        for blob in blobs:
+            stored = _number(blob.stored)
+            self._blobs -= 1
+            self._unique -= _number(blob.size)
+            self._stored -= stored
+            self._count_dead(stored, _number(blob.pack))
 
     @cached_property
     def _has_places(self) -> bool:

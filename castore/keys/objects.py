@@ -96,9 +96,9 @@ def _with_class(encoder: Encoder, value: Any) -> bytes | None:
     """A value of a user's class by its state; the class's code counts too."""
     code = _BY_STATE(encoder, value)
     cls = type(value)
-    if code is not None and issubclass(cls, tuple) and has_member(cls, "_fields") and hasattr(value, "__dict__"):
-        held = lasting(encoder, value, dict(vars(value)))
-        code = code if held is None else encoder.tagged("with attributes", code, held)
+    held = getattr(value, "__dict__", None) if issubclass(cls, tuple) and has_member(cls, "_fields") else None
+    if code is not None and held:
+        code = encoder.tagged("with attributes", code, lasting(encoder, value, dict(held)))
     users_path = issubclass(cls, pathlib.PurePath) and not library_of_class(cls)
     # `_object` has the class's code already.
     if code is None or not (

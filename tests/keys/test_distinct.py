@@ -47,7 +47,7 @@ def transformer(*args: Any, **options: Any) -> Any:
 # --- values -------------------------------------------------------------------------------------------------
 
 
-def layers(are_tied: bool) -> torch.nn.Module:
+def layers(are_tied: bool) -> torch.nn.ModuleList:
     made = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
     for layer in made:
         torch.nn.init.ones_(layer.weight)  # type: ignore[arg-type]
@@ -315,9 +315,9 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
         lambda: parametrized(Symmetric()), lambda: parametrized(Antisymmetric()), lambda: weight_norm(0),
         lambda: weight_norm(1),
     ],
-    "sparse tensors": [
-        lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 1.0], (2,)),
-        lambda: torch.sparse_coo_tensor([[0]], [2.0], (2,)),
+    "sparse tensors with a place twice": [
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.ones(2), (2,)),
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.full((1,), 2.0), (2,)),
     ],
     "named tuples with attributes": [lambda: Pair(1, 2), lambda: attributed(1), lambda: attributed(2)],
     "metaclasses with answers": [answered, lambda: [answered()()], failed],

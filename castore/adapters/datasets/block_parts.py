@@ -41,7 +41,7 @@ from castore.store import Store
 PARTS_FOLDER = ".datasets/parts"
 # A part is of use while its block is being made, and for the next changes of it.
 _SECONDS = 30 * 86400.0
-#: As many parts as the block has times the size of others: a step's first block is as long as `datasets` needs.
+#: Parts of the size of blocks. A step's first block is as long as `datasets` needs to decide the types.
 AS_BLOCKS = 1
 # How many parts a slow block may be cut into, on average.
 _FINER = (4, 16, 64, 256, 1024, 4096)

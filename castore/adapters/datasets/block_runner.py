@@ -224,9 +224,7 @@ class BlockRun:
             self._guesses = dict.fromkeys(self._guesses)
         return is_wrong
 
-    def _take_all(
-        self, keys: _Keys, maker: BlockMaker, rank: int, ranks: int
-    ) -> list[BlockResult] | None:
+    def _take_all(self, keys: _Keys, maker: BlockMaker, rank: int, ranks: int) -> list[BlockResult] | None:
         done = self._take_blocks(keys, maker, rank, ranks)
         kept = [item.result() if isinstance(item, Future) else item for item in done]
         if ranks > 1 and not maker.remembers:
