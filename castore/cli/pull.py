@@ -82,5 +82,7 @@ def pull(
     else:
         what = "nothing that the store lacks" if pulled.unchanged or pulled.expired else "no names"
         typer.echo(f"nothing to pull: {at} has {what}")
+    if pulled.removed:
+        typer.echo(f"removed: {plural(pulled.removed, 'name')} whose place a file or folder of the ref takes")
     if pulled.expired:
         typer.echo(f"not pulled: {plural(pulled.expired, 'expired name')}")

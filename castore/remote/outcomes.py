@@ -78,6 +78,7 @@ class Pulled(NamedTuple):
         added, changed, unchanged: names that are new in the store, that are other bytes now, that were there.
         fetched: stored bytes that came over the network.
         expired: names of the commit that have expired, and did not come.
+        removed: names of the store whose place a file or a folder of the commit has taken.
     """
 
     ref: str
@@ -87,6 +88,7 @@ class Pulled(NamedTuple):
     unchanged: int
     fetched: int
     expired: int = 0
+    removed: int = 0
 
 
 class RemoteCommit(NamedTuple):

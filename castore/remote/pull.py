@@ -93,8 +93,11 @@ def find_commit(bucket: Bucket, ref: str, start: str | None, pages: PageCache) -
     """
     seen = commits.read_ref(bucket, ref)
     if seen is None:
-        others = ", ".join(commits.list_refs(bucket)[:10]) or "none"
-        raise RemoteMissingError(f"{bucket.url} has no ref {ref!r}; its refs: {others}")
+        refs = commits.list_refs(bucket)
+        seen = commits.read_ref(bucket, ref) if ref in refs else None  # pushed a moment ago
+        if seen is None:
+            others = ", ".join(refs[:10]) or "none"
+            raise RemoteMissingError(f"{bucket.url} has no ref {ref!r}; its refs: {others}")
     pages.take(seen)
     if start is None:
         return seen.commit
@@ -172,7 +175,7 @@ def pull(
     if plan.rows or plan.new_agreed:
         base.begin_pull(tree.root, prefix, plan.new_agreed)
     naming = _Naming(parts, base, plan.before)
-    naming.drop(plan.dropped)
+    removed = naming.drop(plan.dropped)
     fetched, lost = 0, _Lost()
     if lazy is None:
         fetched = _Fetch(parts, bucket, pool, naming, lost, progress).fetch(plan)
@@ -192,7 +195,7 @@ def pull(
             " the others have come; pull again to compare",
             names=tuple(sorted(left)),
         )
-    return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched, plan.expired)
+    return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched, plan.expired, removed)
 
 
 def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:
@@ -346,15 +349,22 @@ class _Naming:
         self.left_out |= changed
         return changed
 
-    def drop(self, names: dict[str, Content]) -> None:
-        """Drop names that are in the way, if the store has them still as the plan has seen them."""
+    def drop(self, names: dict[str, Content]) -> int:
+        """Drop names that are in the way, if the store has them still as the plan has seen them.
+
+        Returns:
+            The number of names that were dropped.
+        """
         if not names:
-            return
+            return 0
+        dropped = 0
         with self._index.write() as txn:
             for name, content in names.items():
                 entry = self._index.entry(name)
                 if entry is not None and content_of(entry) == content:
                     txn.delete_entry(name)
+                    dropped += 1
+        return dropped
 
     def coming(self, rows: Iterable[tuple[str, Row]]) -> None:
         """Note rows that are about to be named."""

@@ -173,7 +173,8 @@ class Remote:
             commit: the first six or more hex digits of a commit in the ref's history; default the newest.
             prefix: pull the names at and below it; default all.
             below: a folder of the store that the names come into; default none.
-            replace: take the ref's bytes for all names that differ, those too that changed here alone.
+            replace: take the ref's bytes for all names that differ, those too that changed here alone, and
+                remove names of the store, pinned ones too, where the ref has a file or a folder in their way.
             lazy: bring the names alone. Bytes are fetched when somebody reads them; the budget drops them
                 again, and keeps the names.
             progress: called with stored bytes that have come, and the stored bytes of all that is fetched;
@@ -182,7 +183,7 @@ class Remote:
         Raises:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             NameConflictError: a name would be a file of the store and a folder of the ref, or the other way
-                round.
+                round, without ``replace``.
             RemoteMissingError: there is no such ref, commit or prefix; or bytes are gone, and all other names
                 have come.
             CorruptError: the commit is damaged, or a page of its tree is; or bytes are, and all other names

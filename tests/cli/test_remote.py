@@ -261,9 +261,15 @@ def test_pull_says_what_it_did_in_one_sentence(cli: Cli, store: Store, team: str
     done = cli("pull", "main", "--json").json
     assert done == {
         "remote": "team", "ref": "main", "commit": commit_of(cli), "added": 0, "changed": 1, "unchanged": 2,
-        "fetched": done["fetched"], "expired": 0,
+        "fetched": done["fetched"], "expired": 0, "removed": 0,
     }  # fmt: skip
     assert store.get("new") == b"newer"
+    other.delete("new")
+    other.put("new/x", b"inside")
+    other.push(to="theirs", delete=True)
+    assert cli("pull", "main").out.endswith(
+        "\nremoved: 1 name whose place a file or folder of the ref takes\n"
+    )
 
 
 def test_names_that_have_expired_or_were_removed_are_told(cli: Cli, team: str, other: Store) -> None:

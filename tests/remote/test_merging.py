@@ -313,7 +313,7 @@ def test_a_file_that_became_a_folder_in_the_ref_makes_way(
     one.store.put_many([("a/b", b"inside"), ("f", b"file"), ("other", b"2")])
     one.push(delete=True)
     start = f"{below}/" if below else ""
-    two.pull(below=below, lazy=lazy)
+    assert two.pull(below=below, lazy=lazy).removed == 3
     assert set(two.store) == {f"{start}{name}" for name in ("a/b", "f", "other")}
     two.pull(below=below)
     assert two.contents() == {f"{start}a/b": b"inside", f"{start}f": b"file", f"{start}other": b"2"}
@@ -336,7 +336,7 @@ def test_a_name_of_ones_own_makes_no_way_for_a_folder(node: MakeNode) -> None:
         ):
             two.pull()
         assert two.contents() == {"a": b"mine"}
-    two.pull(replace=True)
+    assert two.pull(replace=True).removed == 1
     assert two.contents() == {"a/b": b"1", "other": b"1"}
 
 

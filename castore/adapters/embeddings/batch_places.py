@@ -255,6 +255,33 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) or one != one
 
 
+def has_same_items(layout: Any, one: Any, other: Any, positions: Sequence[int]) -> bool:
+    """Whether the items of ``one`` at ``positions`` are those of ``other``, all laid out as ``layout``.
+
+    Leaves that do not belong to single items are passed over, and so are arrays that are padded otherwise.
+    """
+    pairs: list[tuple[Any, Any]] = []
+
+    def pick(leaf: Any, value: Any) -> None:
+        if isinstance(leaf, PerItem):
+            pairs.append((leaf, value))
+
+    map_leaves(layout, pick, one)
+    ours = pairs.copy()
+    pairs.clear()
+    map_leaves(layout, pick, other)
+    return all(
+        _are_same_items(leaf, first, second, positions)
+        for (leaf, first), (_, second) in zip(ours, pairs, strict=True)
+    )
+
+
+def _are_same_items(leaf: PerItem, one: Any, other: Any, positions: Sequence[int]) -> bool:
+    if leaf.form in ("tensor", "numpy"):
+        return one.shape[1:] != other.shape[1:] or is_same(one[list(positions)], other)
+    return is_same([one[position] for position in positions], [*other])
+
+
 # --- the rest of a batch as leaves of a table ---------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from castore.adapters.embeddings.batch_places import RestOfBatch
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.devices import concatenate
 from castore.adapters.embeddings.encoder_inputs import Call, EncoderCalls
+from castore.adapters.embeddings.frozen_encoders import RANDOM_ADVICE, refuse_random_numbers
 from castore.adapters.embeddings.key_table import key_digests
 from castore.adapters.embeddings.shard_commit import NewRows
 from castore.adapters.embeddings.shared_blocks import SharedBlocks, block_items, block_name
@@ -318,7 +319,7 @@ class DatasetPass:
         options["generator"] = torch.Generator(torch.get_default_device())
         if batches is None:
             return iter(DataLoader(loader.dataset, batch_size=batch_size, **options))
-        return iter(DataLoader(NumberedDataset(loader.dataset), batch_sampler=batches, **options))
+        return iter(DataLoader(_SteadyDataset(loader.dataset), batch_sampler=batches, **options))
 
 
 class NumberedSample(NamedTuple):
@@ -344,6 +345,14 @@ class NumberedDataset(Dataset[Any]):
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = fetch(indices) if fetch else [self.dataset[index] for index in indices]
         return list(map(NumberedSample, indices, samples))
+
+
+class _SteadyDataset(NumberedDataset):
+    """Samples that must draw no random numbers: they are read once, and stand for all epochs."""
+
+    def __getitems__(self, indices: list[int]) -> list[NumberedSample]:
+        with refuse_random_numbers("the dataset", RANDOM_ADVICE):
+            return super().__getitems__(indices)
 
 
 class KeyedCollate:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensors
 from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
-from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, Keys
+from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, TABLES, Keys
 from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
 from castore.adapters.embeddings.table_identity import (
     code_digest,
@@ -80,15 +81,15 @@ class CachedEncoder(nn.Module):
         super().__init__()
         check_frozen(encoder, name)
         self.name = name
-        self.config = config or CacheConfig()
+        self._config = config or CacheConfig()
         self.column = 0
         self.encoder = encoder
-        self._extractor = self.config.extractor_of(name)
-        self._mask = self.config.masks.get(name)
-        self._tables: list[Lookup] = []
-        self._store = open_store(store, self.config)
+        self._extractor = self._config.extractor_of(name)
+        self._mask = self._config.masks.get(name)
+        self._tables: dict[int, Lookup] = {}
+        self._store = open_store(store, self._config)
         #: 40 hexadecimal digits that identify what the encoder computes.
-        self.digest = encoder_digest(encoder, name, self.config.fingerprints.get(name), self._store)
+        self.digest = encoder_digest(encoder, name, self._config.fingerprints.get(name), self._store)
         self._memo: EmbeddingCache | None = None
         self._detector = ChangeDetector(encoder)
         if not isinstance(encoder, nn.Module) and not callable(encoder):
@@ -102,19 +103,19 @@ class CachedEncoder(nn.Module):
     def memo(self) -> EmbeddingCache:
         """The embeddings of items that were not given as Keys."""
         if self._memo is None:
-            given = self.config.fingerprints.get("key_extractors")
+            given = self._config.fingerprints.get("key_extractors")
             extractor = self._extractor and code_digest(self._extractor, "key_extractors", given, self._store)
             parts = {
                 "encoder": self.digest,
                 "key_extractor": extractor,
-                "dtype": str(self.config.dtype),
+                "dtype": str(self._config.dtype),
                 "mask": self._mask,
             }
             self._memo = EmbeddingCache(
                 table_name(type(self.encoder).__name__, parts),
                 self._store,
-                dtype=self.config.dtype,
-                resident=self.config.type_of(self.name) is not CacheType.DISK,
+                dtype=self._config.dtype,
+                resident=self._config.type_of(self.name) is not CacheType.DISK,
             )
         return self._memo
 
@@ -123,9 +124,9 @@ class CachedEncoder(nn.Module):
 
         A fingerprint of the encoder that the config before gave, and this one does not, still counts.
         """
-        known = self.config.fingerprints.get(self.name)
+        known = self._config.fingerprints.get(self.name)
         given = config.fingerprints if known is None else {name: known, **config.fingerprints}
-        self.config = CacheConfig(**{**vars(config), "fingerprints": given})
+        self._config = CacheConfig(**{**vars(config), "fingerprints": given})
         self.name, self._store, self._memo = name, store, None
         self._extractor = config.extractor_of(name)
         self.refresh_digest()
@@ -133,17 +134,23 @@ class CachedEncoder(nn.Module):
     def refresh_digest(self) -> None:
         """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
         check_frozen(self.encoder, self.name)
-        digest = encoder_digest(self.encoder, self.name, self.config.fingerprints.get(self.name))
+        digest = encoder_digest(self.encoder, self.name, self._config.fingerprints.get(self.name))
         self._detector.note()
         if digest != self.digest:
             self.digest = digest
             self._memo = None
-            self._tables = [_OutdatedLookup(table.cache) for table in self._tables]
+            self._tables = {number: _OutdatedLookup(one.cache) for number, one in self._tables.items()}
 
     def _add_table(self, table: Lookup) -> int:
-        """Make Keys refer to rows of this table; returns the key of row 0."""
-        self._tables.append(table)
-        return (len(self._tables) - 1) * ROWS_PER_TABLE
+        """Make Keys refer to rows of this table; returns the key of row 0.
+
+        The table's number is random, and from no source that training draws from. So keys that were made for
+        another model are noticed.
+        """
+        while (number := secrets.randbelow(TABLES)) in self._tables:
+            pass
+        self._tables[number] = table
+        return number * ROWS_PER_TABLE
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The embeddings of a batch, as the encoder returns them."""
@@ -151,7 +158,7 @@ class CachedEncoder(nn.Module):
         if keys is not None:
             self._warn_of_settings(args, kwargs)
             return self._pad(self._look_up(keys), kwargs)
-        if self.config.type_of(self.name) is CacheType.NONE or any(
+        if self._config.type_of(self.name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
         ):
             return self.encoder(*args, **kwargs)
@@ -197,7 +204,7 @@ class CachedEncoder(nn.Module):
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
         column = keys.column_in_memory(self.column)
-        # Rows are far below 2**44, so the least and the greatest key show whether all are of one table.
+        # Rows are far below 2**40, so the least and the greatest key show whether all are of one table.
         low, high = (int(key) for key in torch.aminmax(column))
         if low <= ABSENT:
             raise InvalidValueError(
@@ -205,12 +212,12 @@ class CachedEncoder(nn.Module):
                 "places with encoders=..."
             )
         number = low // ROWS_PER_TABLE
-        if number >= len(self._tables) or high // ROWS_PER_TABLE != number:
+        table = self._tables.get(number)
+        if table is None or high // ROWS_PER_TABLE != number:
             raise InvalidValueError(
-                f"the encoder {self.name!r} got keys of several tables, or of "
-                "another model; look up batches of one loader"
+                f"the encoder {self.name!r} got keys of several tables, or of another model; look up batches"
+                " of one loader, which cache_embeddings has made for this model"
             )
-        table = self._tables[number]
         given = column if table.in_memory else keys.column(self.column)
         return table.take(given - number * ROWS_PER_TABLE, self._device(keys.device))
 

@@ -24,6 +24,11 @@ from torch import nn
 from castore.errors import InvalidValueError
 from castore.keys.bytecode import attributes_read, codes, steps
 
+#: The remedy where a dataset is random.
+RANDOM_ADVICE = (
+    "random augmentations cannot be cached: take them out, apply them behind the encoder, or leave it"
+    " uncached with CacheType.NONE"
+)
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 

@@ -17,8 +17,8 @@ from castore.errors import InvalidValueError
 
 #: In a column of Keys: the encoder takes no input from this place.
 ABSENT = -1
-#: A key is the number of a table times this, plus a row of the table.
-ROWS_PER_TABLE = 1 << 44
+#: A key is the number of a table, below `TABLES`, times `ROWS_PER_TABLE`, plus a row of the table.
+ROWS_PER_TABLE, TABLES = 1 << 40, 1 << 23
 # Operations that move, cut, join or describe. They are names, because a method and the function of the same
 # name are two objects.
 _MOVES = {

@@ -13,15 +13,23 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from castore.adapters.embeddings.batch_places import Place, RestOfBatch, is_same, replace_at
+from castore.adapters.embeddings.batch_places import (
+    Place,
+    RestOfBatch,
+    format_place,
+    get_at,
+    has_same_items,
+    is_same,
+    replace_at,
+)
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.dataset_pass import KeyedCollate, NumberedDataset, NumberedSample
-from castore.adapters.embeddings.frozen_encoders import refuse_random_numbers
+from castore.adapters.embeddings.frozen_encoders import RANDOM_ADVICE, refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, Keys
 from castore.errors import InvalidValueError, NotFoundError
 
@@ -161,11 +169,24 @@ class StreamingCollate:
         return rows
 
 
-def collate_first_samples(loader: DataLoader[Any], role: str) -> tuple[Any, list[Any], tuple[int, int]]:
-    """The batches that the loader's collate function makes of the first samples.
+class FirstBatches(NamedTuple):
+    """Batches of a loader's first samples.
 
-    Returns:
-        a batch of them all; for each of them, a batch of the others; and the sizes of both.
+    Attributes:
+        one: of them all.
+        backwards: of them all, the last one first.
+        others: for each of them, of the others.
+        sizes: of ``one``, and of each of ``others``.
+    """
+
+    one: Any
+    backwards: Any
+    others: list[Any]
+    sizes: tuple[int, int]
+
+
+def collate_first_samples(loader: DataLoader[Any], role: str) -> FirstBatches:
+    """The batches that the loader's collate function makes of the first samples.
 
     Raises:
         InvalidValueError: there are no samples, or they differ from one reading to the next.
@@ -176,13 +197,9 @@ def collate_first_samples(loader: DataLoader[Any], role: str) -> tuple[Any, list
             "put into batches; give it a batch size"
         )
     dataset = loader.dataset
-    advice = (
-        "random augmentations cannot be cached: take them out, apply them behind the "
-        "encoder, or leave the encoder uncached with CacheType.NONE"
-    )
     # A stream may draw the order of its items; their keys make up for that.
     is_stream = isinstance(dataset, IterableDataset)
-    with nullcontext() if is_stream else refuse_random_numbers(f"the {role} loader's dataset", advice):
+    with nullcontext() if is_stream else refuse_random_numbers(f"the {role} loader's dataset", RANDOM_ADVICE):
         first = _read_first(dataset)
         again = first if is_stream else _read_first(dataset)
         if not first:
@@ -193,10 +210,42 @@ def collate_first_samples(loader: DataLoader[Any], role: str) -> tuple[Any, list
         one = collate(first)
     if not is_same(one, collate(again)):
         raise InvalidValueError(
-            f"the {role} loader's dataset gives another sample for the same index; {advice}"
+            f"the {role} loader's dataset gives another sample for the same index; {RANDOM_ADVICE}"
         )
     others = [collate(first[:place] + first[place + 1 :]) for place in range(len(first))]
-    return one, others, (len(first), len(first) - 1)
+    return FirstBatches(one, collate(first[::-1]), others, (len(first), len(first) - 1))
+
+
+def check_features(first: FirstBatches, layout: Any, places: Sequence[Place], role: str) -> None:
+    """Check that features come in the order of the samples, and depend on no other sample of the batch.
+
+    Args:
+        first: batches of the first samples.
+        layout: of a batch.
+        places: of the features.
+        role: of the loader, for messages.
+
+    Raises:
+        InvalidValueError: they do not.
+    """
+    count = first.sizes[0]
+    for place in places:
+        part, whole = get_at(layout, place), get_at(first.one, place)
+        if not has_same_items(part, whole, get_at(first.backwards, place), range(count - 1, -1, -1)):
+            raise InvalidValueError(
+                f"the {role} loader's collate function puts samples into another order, or makes"
+                f" {format_place(place)} of the order in which they come, so that embeddings would be kept"
+                " under the keys of other items; keep the order (and sort behind the encoder), or leave the"
+                " encoder uncached with CacheType.NONE"
+            )
+        for missing, other in enumerate(first.others):
+            kept = [number for number in range(count) if number != missing]
+            if not has_same_items(part, whole, get_at(other, place), kept):
+                raise InvalidValueError(
+                    f"{format_place(place)} of an item of the {role} loader depends on the other items of"
+                    " its batch, so its embedding cannot be kept for other batches; make it of the item"
+                    " alone, or leave the encoder uncached with CacheType.NONE"
+                )
 
 
 def _read_first(dataset: Any) -> list[Any]:

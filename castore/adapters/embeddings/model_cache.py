@@ -41,6 +41,7 @@ from castore.adapters.embeddings.loaders import (
     KeyColumn,
     SampleKeys,
     StreamingCollate,
+    check_features,
     collate_first_samples,
     is_cached,
     joined_loader,
@@ -183,7 +184,7 @@ def _make_stand_ins(
 
 def _check_same_mask(there: CachedEncoder, mask: str | None, name: str) -> None:
     """Check that an encoder which was cached before has the mask that is now given for it."""
-    before = there.config.masks.get(there.name)
+    before = there._config.masks.get(there.name)
     if before != mask:
         raise InvalidValueError(
             f"the encoder {name!r} is cached already, with masks={before!r}, and keeps that; give the same"
@@ -231,9 +232,11 @@ class _LoaderPlan:
         loader: DataLoader[Any],
     ) -> _LoaderPlan:
         """Read the first samples, and name the tables."""
-        one, others, sizes = collate_first_samples(loader, role)
-        found, left_alone = find_calls(stand_ins, encoders, one)
-        layout = learn_layout(one, others, sizes)
+        first = collate_first_samples(loader, role)
+        found, left_alone = find_calls(stand_ins, encoders, first.one)
+        layout = learn_layout(first.one, first.others, first.sizes)
+        inputs = dict.fromkeys(place for source in found for call in source.calls for place in call.places)
+        check_features(first, layout, [*inputs], role)
         extractors: Extractors = {
             source.number: extractor for source in found if (extractor := config.extractor_of(source.name))
         }
@@ -245,11 +248,11 @@ class _LoaderPlan:
                     f"extractor for the encoder {source.name!r} with CacheConfig(key_extractors=...)"
                 )
         places, columns = _key_columns(found, config)
-        has_labels = not is_stream and _keeps_labels(config, one, places, left_alone)
+        has_labels = not is_stream and _keeps_labels(config, first.one, places, left_alone)
         rest = None
         if has_labels:
             rest = RestOfBatch(layout, places)
-            rest.check(one, others)
+            rest.check(first.one, first.others)
         identity = _identity(config, role, loader, extractors, store)
         tables = [
             _open_table(source, stand_ins[source.name].digest, identity, config, store) for source in found

@@ -32,7 +32,7 @@ WHOLE = CacheConfig(cache_type=CacheType.GPU)
 def test_a_copy_on_the_device_gives_the_same_as_the_table(store: Store) -> None:
     model = Model()
     kept, _ = cache_embeddings(model, loader(shuffle=False), config=WHOLE, store=store)
-    assert isinstance(model.encoder._tables[0], DeviceLookup)
+    assert isinstance(next(iter(model.encoder._tables.values())), DeviceLookup)
     assert torch.allclose(torch.cat([model(x) for x, _ in kept]), Model()(features()), atol=1e-6)
 
 
@@ -76,7 +76,9 @@ def test_embeddings_come_out_on_the_encoder_s_cuda_device(store: Store, kind: Ca
     model = Model().to("cuda")
     raw = loader(data(), shuffle=False, pin_memory=moved)
     kept, _ = cache_embeddings(model, raw, config=CacheConfig(cache_type=kind), store=store)
-    assert isinstance(model.encoder._tables[0], DeviceLookup) == (kind in (CacheType.GPU, CacheType.AUTO))
+    assert isinstance(next(iter(model.encoder._tables.values())), DeviceLookup) == (
+        kind in (CacheType.GPU, CacheType.AUTO)
+    )
     found = torch.cat([model.encoder(x.to("cuda", non_blocking=True) if moved else x) for x, _ in kept])
     assert found.device.type == "cuda"
     assert torch.allclose(found.cpu(), Encoder()(features()), atol=1e-5)

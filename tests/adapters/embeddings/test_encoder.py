@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, CachedEncoder, CacheType, Keys, cache_embeddings
 from castore.errors import CacheWarning, InvalidValueError, UnhashableError
-from tests.adapters.embeddings.models import Encoder, features, loader
+from tests.adapters.embeddings.models import Encoder, Model, data, features, loader
 
 
 def test_only_items_that_nobody_encoded_are_encoded(store: Store) -> None:
@@ -342,8 +342,11 @@ def test_type_none_leaves_the_encoder_alone(store: Store) -> None:
 
 
 def test_attributes_of_the_encoder_are_its_own(store: Store) -> None:
-    cached = CachedEncoder(Encoder(), store=store)
+    raw: Any = Encoder()
+    raw.config = {"hidden_size": 4}  # as models of transformers have one
+    cached: Any = CachedEncoder(raw, store=store)
     assert cached.layer.out_features == 4
+    assert cached.config == {"hidden_size": 4}
     with pytest.raises(AttributeError, match="'Encoder' object has no attribute 'layers'"):
         cached.layers  # noqa: B018
 
@@ -361,6 +364,18 @@ def test_a_copy_and_a_pickle_look_up_the_same(store: Store) -> None:
 def test_keys_of_another_model_are_refused(store: Store) -> None:
     with pytest.raises(InvalidValueError, match="keys of several tables, or of another model"):
         CachedEncoder(Encoder(), store=store)(Keys.of(torch.zeros(2, 1, dtype=torch.int64)))
+    one, other, encoder = Model(), Model(), Encoder()
+    kept, _ = cache_embeddings(one, loader(), store=store)
+    cache_embeddings(other, loader(data(seed=3)), store=store)
+    keys, _ = next(iter(kept))
+    with pytest.raises(InvalidValueError, match="which cache_embeddings has made for this model"):
+        other(keys)
+    assert torch.equal(copy.deepcopy(one)(keys), one(keys))
+    first, second = Model(encoder), Model(encoder)
+    cache_embeddings(first, loader(), store=store)
+    kept, _ = cache_embeddings(second, loader(data(seed=3)), store=store)
+    with pytest.raises(InvalidValueError, match="which cache_embeddings has made for this model"):
+        first(next(iter(kept))[0])
 
 
 class Scaled(Encoder):

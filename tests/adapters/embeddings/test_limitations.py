@@ -25,6 +25,49 @@ from tests.adapters.embeddings.models import (
 )
 
 
+def stacked(samples: list[Any]) -> Any:
+    return torch.stack([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+
+def longest_first(samples: list[Any]) -> Any:
+    return stacked(sorted(samples, key=lambda sample: -float(sample[0][0])))
+
+
+def centred(samples: list[Any]) -> Any:
+    x, y = stacked(samples)
+    return x - x.mean(0), y
+
+
+def mixed_with_the_next(samples: list[Any]) -> Any:
+    x, y = stacked(samples)
+    return 0.9 * x + 0.1 * x.roll(1, 0), y
+
+
+@pytest.mark.parametrize("labels", [None, False])
+@pytest.mark.parametrize("falling", [False, True])
+def test_a_collate_function_that_sorts_is_refused(store: Store, labels: Any, falling: bool) -> None:
+    inputs = features()
+    if falling:
+        inputs[:3, 0] = torch.tensor([9.0, 8.0, 7.0])  # the first samples are in its order already
+    raw = loader(Made(lambda i: (inputs[i], i)), collate_fn=longest_first)
+    with pytest.raises(InvalidValueError, match="collate function puts samples into another order"):
+        cached(Model(), raw, store, labels=labels)
+
+
+@pytest.mark.parametrize("collate", [centred, mixed_with_the_next])
+def test_features_that_depend_on_their_batch_are_refused(store: Store, collate: Any) -> None:
+    raw = loader(collate_fn=collate)
+    with pytest.raises(InvalidValueError, match=r"depends on the other items of its batch|of the order in"):
+        cached(Model(), raw, store)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentations_of_later_samples_alone_are_refused(store: Store, workers: int) -> None:
+    raw = loader(Made(lambda i: (features()[i] + (torch.rand(8) if i > 9 else 0), i)))
+    with pytest.raises(InvalidValueError, match="the dataset draws random numbers"):
+        cached(Model(), raw, store, num_workers=workers)
+
+
 def symbols(feature: torch.Tensor) -> float:
     return float(feature[0])
 

@@ -94,7 +94,9 @@ def test_states_of_padded_batches_are_kept_without_their_padding(
         assert not states[plain["attention_mask"] == 0].any()
     tokens = sum(int(batch["attention_mask"].sum()) for batch in raw)
     shards = [
-        *store.entries(f"embeddings/{model.bert._tables[0].cache.name}/output.last_hidden_state/values")
+        *store.entries(
+            f"embeddings/{next(iter(model.bert._tables.values())).cache.name}/output.last_hidden_state/values"
+        )
     ]  # one shard, and one more for each half minute that the encoder takes
     assert sum(shard.size - 4096 for shard in shards) == tokens * 384 * 4
     monkeypatch.setattr(CachedEncoder, "encode", None)  # a second run does not need it
@@ -139,7 +141,7 @@ def test_an_encoder_alone_pads_as_its_mask_says(store: Store) -> None:
         for _ in range(2):
             assert torch.allclose(encode(**inputs).last_hidden_state, expected, atol=1e-5)
     assert len(encode.memo) == 2 * BATCH
-    wrong = CachedEncoder(lambda x, attention_mask: x, encode.config, store=store)
+    wrong = CachedEncoder(lambda x, attention_mask: x, encode._config, store=store)
     with pytest.raises(
         InvalidValueError,
         match=r"no output has the shape \(B, L, D\) with the \(B, L\) of the mask, \(\d, 3\)",
