@@ -103,6 +103,11 @@ def encoder_names(model: nn.Module, encoders: Any) -> list[str]:
         else:
             reasons.append(f"{name!r} ({why_not_frozen(child) or 'it has no parameters'})")
     if not found:
+        if hasattr(model, "_orig_mod"):
+            raise InvalidValueError(
+                "the model is compiled, which hides its children: call cache_embeddings before torch.compile,"
+                " or name the encoders with encoders=..."
+            )
         raise InvalidValueError(
             f"no child of the model is frozen: {', '.join(reasons) or 'it has none'}; freeze one, or name "
             "the encoders with encoders=..."

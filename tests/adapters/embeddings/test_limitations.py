@@ -8,8 +8,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from castore import Store
@@ -59,6 +61,37 @@ def test_features_that_depend_on_their_batch_are_refused(store: Store, collate: 
     raw = loader(collate_fn=collate)
     with pytest.raises(InvalidValueError, match=r"depends on the other items of its batch|of the order in"):
         cached(Model(), raw, store)
+
+
+class Lengths(nn.Module):
+    """Encodes an array of texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, texts: Any) -> torch.Tensor:
+        return torch.tensor([[float(len(text))] for text in texts]) * self.weight
+
+
+def test_features_that_a_collate_function_computes_of_each_item_are_kept(store: Store) -> None:
+    weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(5))
+
+    def projected(samples: list[Any]) -> Any:  # the last bits depend on the size of the batch
+        x, y = stacked(samples)
+        return x @ weights, y
+
+    raw, model = loader(collate_fn=projected, shuffle=False), Model()
+    for (x, _), (keys, _) in zip(raw, cached(model, raw, store), strict=True):
+        assert torch.allclose(model(keys), Model()(x), atol=1e-5)
+
+    def texts(samples: list[Any]) -> Any:  # the dtype depends on the longest
+        return np.array([x for x, _ in samples]), torch.tensor([y for _, y in samples])
+
+    raw = loader(Made(lambda i: ("x" * (20 - i), i), 20), collate_fn=texts, shuffle=False)
+    model = Model(Lengths())
+    for (x, _), (keys, _) in zip(raw, cached(model, raw, store), strict=True):
+        assert torch.allclose(model(keys), Model(Lengths())(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -193,6 +193,9 @@ def test_a_model_without_frozen_children_says_which_parameters_are_trained(store
         match=r"no child of the model is frozen: '0' \(its parameter 'weight' requires grad",
     ):
         cached(model, loader(), store)
+    compiled: Any = torch.compile(Model())
+    with pytest.raises(InvalidValueError, match=r"call cache_embeddings before torch\.compile"):
+        cached(compiled, loader(), store)
 
 
 @pytest.mark.parametrize(
