@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from castore import Store
 from castore.adapters.embeddings import CacheConfig, EmbeddingCache, cache_embeddings
@@ -63,6 +63,11 @@ def test_features_that_depend_on_their_batch_are_refused(store: Store, collate: 
         cached(Model(), raw, store)
 
 
+class Floats(Encoder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
 class Lengths(nn.Module):
     """Encodes an array of texts."""
 
@@ -84,6 +89,11 @@ def test_features_that_a_collate_function_computes_of_each_item_are_kept(store: 
     raw, model = loader(collate_fn=projected, shuffle=False), Model()
     for (x, _), (keys, _) in zip(raw, cached(model, raw, store), strict=True):
         assert torch.allclose(model(keys), Model()(x), atol=1e-5)
+    for inputs in (
+        torch.full((20, 8), torch.inf), torch.full((20, 8), torch.nan), torch.zeros(20, 8),
+        torch.ones(20, 8).to(torch.float8_e4m3fn), torch.arange(160).reshape(20, 8),
+    ):  # fmt: skip
+        cached(Model(Floats()), loader(TensorDataset(inputs, torch.arange(20))), store)
 
     def texts(samples: list[Any]) -> Any:  # the dtype depends on the longest
         return np.array([x for x, _ in samples]), torch.tensor([y for _, y in samples])
