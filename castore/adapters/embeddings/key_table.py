@@ -33,7 +33,8 @@ def key_digests(keys: Iterable[Any]) -> Digests:
     """The 128 bits of each key.
 
     Args:
-        keys: int, str, bytes, or tuples of those; int64 tensors and integer arrays are quickest.
+        keys: int, str, bytes, or tuples of those, also as scalars of NumPy and torch; int64 tensors and
+            integer arrays are quickest.
 
     Returns:
         Shape (n, 2).
@@ -63,12 +64,24 @@ def _integer_digests(keys: RowNumbers) -> Digests:
 
 
 def _key_digest(key: Any) -> bytes:
-    if isinstance(key, np.integer):
-        key = int(key)
+    key = _plain(key)
     if type(key) is int and key in _WORD:
         return (key & _MASK).to_bytes(8, "little") + _INTEGER_MARK.to_bytes(8, "little")
     _check_kind(key, "the key")
     return blake3(Encoder(CONFIGS).encode(key, "the key")).digest(16)
+
+
+def _plain(key: Any) -> Any:
+    """The Python value of a key that NumPy or torch holds, as their arrays give one for each element."""
+    if isinstance(key, np.integer | np.str_ | np.bytes_):
+        return key.item()
+    if isinstance(key, torch.Tensor) and key.ndim == 0 and _is_integer(key.dtype):
+        return key.item()
+    return tuple(map(_plain, key)) if type(key) is tuple else key
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def _check_kind(key: Any, what: str) -> None:

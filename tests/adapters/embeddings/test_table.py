@@ -93,6 +93,18 @@ def test_keys_of_every_kind_are_told_apart(store: Store, kind: str, keys: list[A
     assert all(key in again for key in keys)
 
 
+def test_keys_as_scalars_of_numpy_and_torch_are_those_of_python(store: Store) -> None:
+    cache = EmbeddingCache("t", store)
+    plain = ["a", 3, b"q", (3, "a", b"q")]
+    scalars = [
+        np.str_("a"), torch.tensor(3, dtype=torch.uint8), np.bytes_(b"q"),
+        (np.int32(3), np.str_("a"), np.bytes_(b"q")),
+    ]  # fmt: skip
+    cache.fill(plain, range(4), torch.tensor)
+    assert cache.get(scalars).tolist() == [0, 1, 2, 3]
+    assert cache.get(np.array(["a"])).tolist() == [0]
+
+
 @pytest.mark.parametrize("key", [True, 1.0, None, ["a"], ("a", 1.5)])
 def test_a_key_of_another_kind_is_refused(store: Store, key: Any) -> None:
     cache = EmbeddingCache("demo", store)
