@@ -104,11 +104,10 @@ def test_features_that_a_collate_function_computes_of_each_item_are_kept(store: 
         assert torch.allclose(model(keys), Model(Lengths())(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_augmentations_of_later_samples_alone_are_refused(store: Store, workers: int) -> None:
+def test_augmentations_of_later_samples_alone_are_refused(store: Store) -> None:
     raw = loader(Made(lambda i: (features()[i] + (torch.rand(8) if i > 9 else 0), i)))
     with pytest.raises(InvalidValueError, match="the dataset draws random numbers"):
-        cached(Model(), raw, store, num_workers=workers)
+        cached(Model(), raw, store)
 
 
 def symbols(feature: torch.Tensor) -> float:
