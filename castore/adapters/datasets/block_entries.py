@@ -68,6 +68,10 @@ class NotInBlocksError(Exception):
     """A step cannot run block by block; the message is the reason."""
 
 
+class RemembersError(NotInBlocksError):
+    """The operator remembers rows, so one process has to show it all of them, in order."""
+
+
 def name_of_result(key: str) -> str:
     """The name of the entry of a block's result, and of the lock that is a claim of the block."""
     return f"{BLOCKS_FOLDER}/{key}"

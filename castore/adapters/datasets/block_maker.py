@@ -31,6 +31,7 @@ from castore.adapters.datasets.block_entries import (
     NO_ROOM,
     BlockResult,
     NotInBlocksError,
+    RemembersError,
     name_again,
     name_of_result,
     put_result,
@@ -337,7 +338,7 @@ class BlockMaker:
         """Check that an operator in other processes, each with its own rows, remembers none."""
         if written.remembers and self._workers is not None:
             self.remembers = True
-            raise NotInBlocksError(REMEMBERS)
+            raise RemembersError(REMEMBERS)
 
     def _make_in_parts(self, job: Job, finer: int, file: Path) -> _Made | None:
         """Make a block in parts: first the rows that decide the features of the result, if any do.

@@ -129,6 +129,8 @@ class BlockRun:
         self._claims = BlockClaims(store, fresh=fresh)
         #: The features that were guessed, in JSON, by the key of the first block; None where there are none.
         self._guesses: dict[str, str | None] = {}
+        #: Whether the operator has turned out to remember rows.
+        self.remembers = False
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
@@ -156,6 +158,7 @@ class BlockRun:
                 why = str(error) or str(error.__context__ or "") or "blocks that it has begun are of no use"
                 raise _begins_anew(step, why) from error
             finally:
+                self.remembers = maker.remembers
                 if maker.remembers:
                     maker.forget()
         if len({result.features == UNCHANGED for result in results}) > 1:

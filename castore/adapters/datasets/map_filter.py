@@ -157,8 +157,9 @@ def _run_cached(
     }
     digits = step_runner.step_key(source, name, kind, description.fingerprint, parameters)
 
-    def make(file: Path, watch: CallWatch | None) -> datasets.Dataset:
-        passed = {name: value for name, value in given.items() if name not in _REPLACED_ARGUMENTS}
+    def make(file: Path, watch: CallWatch | None, *, in_order: bool = False) -> datasets.Dataset:
+        left_out = {*_REPLACED_ARGUMENTS, "num_proc"} if in_order else _REPLACED_ARGUMENTS
+        passed = {name: value for name, value in given.items() if name not in left_out}
         with loops_closed(function) as own:
             if watch is not None and not inspect.iscoroutinefunction(function):
                 own = CallWatched(own, watch)  # noqa: PLW2901

@@ -22,7 +22,7 @@ import datasets
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
-from castore.adapters.datasets.block_entries import NotInBlocksError
+from castore.adapters.datasets.block_entries import NotInBlocksError, RemembersError
 from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once, require_no_memory
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
@@ -438,11 +438,11 @@ class _Run:
         """A function that runs a step on the present dataset."""
         step, dataset = self._pipeline.steps[number], self._dataset
 
-        def make(file: Path, watch: CallWatch | None) -> datasets.Dataset:
+        def make(file: Path, watch: CallWatch | None, *, in_order: bool = False) -> datasets.Dataset:
             self._files.add(file)
             count = self._meter.make_counter(number, len(dataset))
             # Behind a watch it is 1, if it is given: another process could not be watched.
-            num_proc = self._pipeline.num_proc if watch is None else None
+            num_proc = self._pipeline.num_proc if watch is None and not in_order else None
             return step.run(dataset, RunOptions(num_proc, str(file), count, fingerprint, watch=watch))
 
         return make
@@ -452,10 +452,10 @@ class _Run:
         in_one_pass, dataset = self._step_maker(planned.number, fingerprint), self._dataset
         self._hashed = None
 
-        def make(file: Path, watch: CallWatch | None) -> datasets.Dataset:
+        def make(file: Path, watch: CallWatch | None, *, in_order: bool = False) -> datasets.Dataset:
             blocks = self.hashes_in_blocks(planned)
             if blocks is None:
-                return in_one_pass(file, watch)
+                return in_one_pass(file, watch, in_order=in_order)
             self._files.add(file)
             try:
                 self._hashed = compute_hashes(
@@ -469,7 +469,7 @@ class _Run:
                     CacheWarning,
                     stacklevel=6,
                 )
-                return in_one_pass(file, watch)
+                return in_one_pass(file, watch, in_order=in_order or isinstance(error, RemembersError))
             return drop_duplicates(planned.step.operator, self._hashed.dataset, dataset.column_names)
 
         return make
@@ -535,6 +535,9 @@ class _Run:
         _warn_of_doubts(pipeline.store, planned)
         self._drop_outdated(planned)
         begin, outcome = self._find_latest(planned)
+        again = self._must_remember(planned, begin, outcome)
+        if again is not None:
+            begin, outcome = self._find_latest(planned[: again.number])
         reports = self._report_hits(planned[:begin])
         if outcome is not None:
             self._dataset = outcome.dataset
@@ -562,6 +565,7 @@ class _Run:
                 self._options,
                 rows_in=rows,
                 temp_dir=pipeline.temp_dir,
+                fresh=step is again,
                 blocks=self.in_blocks(step, small=True),
                 only_if_slow=self.in_blocks(step) is None and (pipeline.num_proc or 1) == 1,
                 info=info,
@@ -587,6 +591,18 @@ class _Run:
                     reports[step.number], logical=size.logical, stored=size.stored, key=step.key
                 )
         return PipelineResult(self._dataset, reports)
+
+    @staticmethod
+    def _must_remember(
+        planned: Sequence[PlannedStep], begin: int, outcome: step_runner.StepOutcome | None
+    ) -> PlannedStep | None:
+        """The latest step that is kept, if the next one needs what its operator remembers of the rows: the
+        statistics of a filter.
+        """
+        if outcome is None or begin == len(planned) or not outcome.record.get(step_runner.REMEMBERS):
+            return None
+        is_one = planned[begin].step.operator is planned[begin - 1].step.operator
+        return planned[begin - 1] if is_one else None
 
     def _digest_new_files(self, dataset: datasets.Dataset) -> str:
         """Digits for the state of the files that rows name, but for those that the input names, which are in

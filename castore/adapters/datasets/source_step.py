@@ -75,7 +75,13 @@ def open_input(
             if found is not None:
                 return found
         return step_runner.run_or_load(
-            store, name, lambda file, watch: read(file.parent), record, options, rows_in=0, temp_dir=temp_dir
+            store,
+            name,
+            lambda file, *_, **__: read(file.parent),
+            record,
+            options,
+            rows_in=0,
+            temp_dir=temp_dir,
         ).dataset
 
     return _find_kept(store, name, load) or load()

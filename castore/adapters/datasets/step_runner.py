@@ -34,11 +34,12 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
-from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError
+from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError, RemembersError
 from castore.adapters.datasets.block_runner import BlockRun, features_of, require_no_memory
 from castore.adapters.datasets.block_step import BlockStep, watch_whole
 from castore.adapters.datasets.call_watch import CallWatch, TooSlowError
 from castore.adapters.datasets.mapped_files import store_locks
+from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.tables import (
     describe_like,
@@ -60,6 +61,8 @@ from castore.system.sql_errors import is_full
 
 #: The folder of kept steps.
 STEPS_FOLDER = "steps"
+#: In a step's record: its operator remembers rows that it has seen.
+REMEMBERS = "remembers"
 _VERSION = 1
 # Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
@@ -73,8 +76,11 @@ _OWN_INFO = "own_info"
 class StepFunction(Protocol):
     """Runs a step."""
 
-    def __call__(self, file: Path, watch: CallWatch | None) -> datasets.Dataset:
-        """The result, given a path for its Arrow file, and what `BlockCall.watch` is, or None."""
+    def __call__(self, file: Path, watch: CallWatch | None, *, in_order: bool = False) -> datasets.Dataset:
+        """The result, given a path for its Arrow file, and what `BlockCall.watch` is, or None.
+
+        With ``in_order`` this process alone runs it, whatever ``num_proc`` says.
+        """
 
 
 class StepOutcome(NamedTuple):
@@ -224,8 +230,9 @@ def run_or_load(
         found.size.result()
     if not fresh and (hit := load_step(store, name, info)) is not None:
         return hit
-    as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info)
-    why, seconds_a_row = "", None
+    state = None if blocks is None else blocks.state
+    as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info, state)
+    why, seconds_a_row, in_order = "", None, False
     if blocks is not None and only_if_slow:
         try:
             return as_one(partial(make, watch=watch_whole(blocks)))
@@ -236,9 +243,9 @@ def run_or_load(
         try:
             return _run_in_blocks(store, name, run, record, info)
         except NotInBlocksError as error:
-            why = str(error)
+            why, in_order = str(error), isinstance(error, RemembersError)
             require_no_memory(blocks, why)
-    return as_one(partial(make, watch=None), why)
+    return as_one(partial(make, watch=None, in_order=in_order), why)
 
 
 def _run_as_one(
@@ -250,12 +257,14 @@ def _run_as_one(
     temp_dir: str | os.PathLike[str] | None,
     fresh: bool,
     info: datasets.DatasetInfo | None,
+    state: OperatorState | None,
     make: Callable[[Path], datasets.Dataset],
     why: str = "",
 ) -> StepOutcome:
     """Run a step in one pass over all rows, unless another process has, and store it in the background.
 
     Args:
+        state: of the operator; None where nobody looks.
         why: the reason, for a warning, if the step was to run block by block.
 
     The other arguments are those of `run_or_load`.
@@ -264,11 +273,15 @@ def _run_as_one(
         stack.enter_context(store_locks(store).hold(name, may_move=True))  # `background.py` may end it
         if not fresh and (hit := load_step(store, name, info)) is not None:
             return hit
+        if state is not None:
+            state.begin()
         began = time.perf_counter()
         file = scratch.new_file(store, temp_dir)
         dataset = run_step(make, file, fingerprint_of_key(name.rpartition("_")[2]))
         seconds = time.perf_counter() - began
         record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
+        if state is not None and state.has_changed(now=True):
+            record[REMEMBERS] = True
         if info is not None and (own := other_fields(dataset.info, info)):
             record[_OWN_INFO] = sorted({*own, *record.get(_OWN_INFO, ())})
         snapshot = private_copy(dataset)
@@ -319,6 +332,7 @@ def _run_in_blocks(
         measured["seconds"] = round(time.perf_counter() - began, 6)
         measured["work_seconds"] = round(sum(result.seconds for result in results), 6)
         measured["features"] = features_of(results)  # a later forecast's guess
+        measured |= {REMEMBERS: True} if run.remembers else {}
         saved = sum(result.seconds if result.reused else result.seconds_saved for result in results)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
