@@ -10,7 +10,7 @@ loaders ask for those.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -185,7 +185,7 @@ class DatasetWrapper(Dataset[Any]):
             if fetch is None or not distinct:
                 read = [self._data[index] for index in distinct]
             else:
-                read = list(fetch(distinct))
+                read = self._as_samples(fetch(distinct))
         if len(read) != len(distinct):
             raise InvalidValueError(
                 f"__getitems__ of {type(self._data)} gave {len(read)} samples for {len(distinct)} indices"
@@ -194,6 +194,15 @@ class DatasetWrapper(Dataset[Any]):
             return read
         samples = dict(zip(distinct, read, strict=True))
         return [samples[index] for index in indices]
+
+    def _as_samples(self, batch: Any) -> list[Any]:
+        # Columns of a batch, as many as samples by chance, would pass for samples.
+        if isinstance(batch, Mapping | tuple | str | bytes):
+            raise InvalidValueError(
+                f"__getitems__ of {type(self._data)} gave a {type(batch).__name__}, not a list with a sample"
+                " for each index; let it return a list, and make batches in collate_fn"
+            )
+        return list(batch)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for attributes that the wrapper lacks. Unpickling calls it before there is

@@ -105,6 +105,22 @@ def test_any_indexed_source_will_do() -> None:
     assert Plain("text")[-1] == "t"
 
 
+@pytest.mark.parametrize("batch", [([1, 1], [2, 2]), {"x": [1, 1], "y": [2, 2]}, "ab"])
+def test_the_columns_of_a_batch_are_no_samples(batch: Any) -> None:
+    class Columns:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            return 1, 2
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            return batch
+
+    with pytest.raises(InvalidValueError, match=r"not a list with a sample for each index; let it return"):
+        Plain(Columns()).__getitems__([0, 1])
+
+
 def test_a_batch_of_another_length_is_noticed() -> None:
     with pytest.raises(InvalidValueError, match="2 samples for 3 indices"):
         Plain(Wrong()).__getitems__([0, 1, 2])
