@@ -35,7 +35,7 @@ from castore.adapters.datasets.forecast import Piece, forecast, stand_in
 from castore.adapters.datasets.hash_pass import Hashed, compute_hashes, hash_step
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.named_files import may_name_files
-from castore.adapters.datasets.operator_description import describe
+from castore.adapters.datasets.operator_description import describe, identify
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE
 from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import own_copy
@@ -52,8 +52,8 @@ from castore.adapters.datasets.steps import (
     steps_of,
 )
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
-from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, without_unread
-from castore.errors import CacheWarning, InvalidValueError, NotFoundError
+from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, METHOD_OF_STATS, without_unread
+from castore.errors import CacheWarning, InvalidValueError, NotFoundError, UnhashableError
 from castore.keys.encoder import fingerprint as fingerprint_of
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -414,6 +414,8 @@ class _Run:
         self._named: set[tuple[Any, ...]] | None = None
         #: The hashes of the deduplicator that ran last, if they came block by block.
         self._hashed: Hashed | None = None
+        #: Whether an operator has remembered rows in this run: it may be one of a later step, too.
+        self._has_memory = False
         self._options = dataset_entries.StorageOptions(
             *check_codec(pipeline.codec, None), pipeline.store.settings.ttl
         )
@@ -499,6 +501,15 @@ class _Run:
         if step.kind not in BLOCK_KINDS or not can_cut(dataset, small=small or self._store.is_shared):
             return None
         on_rows = self._meter.make_counter(planned.number, len(dataset))
+        operator = planned.description.fingerprint
+        if self._has_memory:  # results depend on what is remembered now
+            try:
+                counted = (
+                    without_unread(step.operator, METHOD_OF_STATS) if step.kind == "stats" else step.operator
+                )
+                operator = identify(counted, step.name)
+            except UnhashableError:
+                return None
 
         is_filter = step.kind == "filter"  # whose result has the features of its input
 
@@ -514,7 +525,7 @@ class _Run:
         return BlockStep(
             dataset,
             run,
-            {"kind": step.kind, "operator": planned.description.fingerprint},
+            {"kind": step.kind, "operator": operator},
             Cut(BATCH_ROWS if step.sees_batches() else None, 0 if is_filter else BATCH_ROWS),
             OperatorState(step.hashed, step.name),
             EarlyCalls(),
@@ -557,7 +568,8 @@ class _Run:
                 if is_deduplicator else self._step_maker(step.number, fingerprint)
             )  # fmt: skip
             info = _description(self._dataset)
-            outcome = step_runner.run_or_load(
+            run = partial(
+                step_runner.run_or_load,
                 store,
                 step.name,
                 make,
@@ -565,11 +577,14 @@ class _Run:
                 self._options,
                 rows_in=rows,
                 temp_dir=pipeline.temp_dir,
-                fresh=step is again,
                 blocks=self.in_blocks(step, small=True),
                 only_if_slow=self.in_blocks(step) is None and (pipeline.num_proc or 1) == 1,
                 info=info,
             )
+            outcome = run(fresh=step is again)
+            if outcome.hit and self._must_remember(planned, step.number + 1, outcome) is not None:
+                outcome = run(fresh=True)  # another process has run it
+            self._has_memory |= bool(outcome.record.get(step_runner.REMEMBERS)) and not outcome.hit
             if step is planned[-1]:
                 outcome = step_runner.without_large_file(store, step.name, outcome, info)
             if is_deduplicator and not outcome.hit and self._hashed is not None:

@@ -290,6 +290,40 @@ def test_what_the_statistics_of_a_filter_have_left_is_there_for_its_filter(
             assert store.delete_many([name for name in store if last in name or BLOCKS_FOLDER in name])
 
 
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_blocks_of_a_filter_count_by_what_its_statistics_have_left(
+    store: Store, num_proc: int | None
+) -> None:
+    texts = ["x" * (n % 50) for n in range(COUNT)]
+    with small_blocks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        for more in ([], ["y" * 200], ["y" * 200, "z" * 500], []):
+            data = datasets.Dataset.from_dict({"text": [*texts, *more]})
+            made = Pipeline([Relative()], store=store, num_proc=num_proc).run(data).dataset
+            longest = max(map(len, data["text"]))
+            assert made["text"][:] == [text for text in data["text"] if len(text) >= longest / 2]
+
+
+def test_a_step_counts_by_what_an_earlier_one_has_left_in_what_both_have(store: Store) -> None:
+    def run(texts: list[str]) -> list[int]:
+        words: dict[str, int] = {}
+
+        def number(row: Row) -> Row:
+            return {"number": words.setdefault(row["text"], len(words))}
+
+        def rest(row: Row) -> Row:
+            return {"rest": len(words) - row["number"]}
+
+        data = datasets.Dataset.from_dict({"text": texts})
+        return list(Pipeline([number, rest], store=store).run(data).dataset["rest"])
+
+    with small_blocks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        for count in (COUNT, COUNT + 100):
+            texts = [f"text {n}" for n in range(count)]
+            assert run(texts) == [count - n for n in range(count)]
+
+
 @pytest.mark.parametrize("count", [40, COUNT])
 def test_the_number_of_processes_changes_no_result_of_a_function_that_remembers(
     store: Store, count: int
