@@ -42,7 +42,7 @@ from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
-from castore.adapters.datasets.step_plan import PlannedStep, plan_steps
+from castore.adapters.datasets.step_plan import PlannedStep, counted_operator, plan_steps
 from castore.adapters.datasets.steps import (
     BATCH_ROWS,
     BLOCK_KINDS,
@@ -52,7 +52,7 @@ from castore.adapters.datasets.steps import (
     steps_of,
 )
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
-from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, METHOD_OF_STATS, without_unread
+from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, without_unread
 from castore.errors import CacheWarning, InvalidValueError, NotFoundError, UnhashableError
 from castore.keys.encoder import fingerprint as fingerprint_of
 from castore.objects.codecs import check_codec
@@ -504,10 +504,7 @@ class _Run:
         operator = planned.description.fingerprint
         if self._has_memory:  # results depend on what is remembered now
             try:
-                counted = (
-                    without_unread(step.operator, METHOD_OF_STATS) if step.kind == "stats" else step.operator
-                )
-                operator = identify(counted, step.name)
+                operator = identify(counted_operator(step), step.name)
             except UnhashableError:
                 return None
 

@@ -52,6 +52,11 @@ class PlannedStep(NamedTuple):
         return StepIdentity(self.step.name, self.step.kind, self.description.fingerprint, parameters)
 
 
+def counted_operator(step: Step) -> Any:
+    """The operator of a step, less the parameters that a pass over statistics does not read."""
+    return without_unread(step.operator, METHOD_OF_STATS) if step.kind == "stats" else step.operator
+
+
 def plan_steps(steps: Sequence[Step], source: str) -> list[PlannedStep]:
     """The steps of a pipeline over the input of fingerprint ``source``.
 
@@ -60,7 +65,7 @@ def plan_steps(steps: Sequence[Step], source: str) -> list[PlannedStep]:
     """
     planned, known = [], dict[int, tuple[Any, Description]]()
     for number, step in enumerate(steps):
-        counted = without_unread(step.operator, METHOD_OF_STATS) if step.kind == "stats" else step.operator
+        counted = counted_operator(step)
         # An operator that takes two steps is hashed once, if all of it counts in both.
         if id(counted) not in known:
             known[id(counted)] = counted, describe(counted, step.name.removesuffix(" (stats)"))

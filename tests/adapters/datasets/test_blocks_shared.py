@@ -216,7 +216,7 @@ def test_a_function_that_begins_to_remember_once_blocks_were_left_to_others_ends
     [
         ((2, 2), "team", "there is no shard 2 of 2: count from 0 to 1"),
         ("half", "team", r"a shard is two numbers, \(i, n\), not 'half'"),
-        ((0, 2), None, "share a remote: give the store one with remote"),
+        ((0, 2), None, "share a remote: give the store one with remote="),
     ],
 )
 def test_a_part_that_is_none_is_an_error(folder: Path, shard: Any, remote: str | None, what: str) -> None:
