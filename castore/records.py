@@ -39,6 +39,11 @@ def entry_check(name: str, digest: bytes) -> int:
         return -1
 
 
+def is_received(pack: int) -> bool:
+    """Whether a pack has bytes that a pull has brought, by its id: even. Packs of puts have odd ones."""
+    return pack > 0 and pack % 2 == 0
+
+
 def parse_digest(digest: bytes | str) -> bytes:
     """A digest as raw bytes. One of another length than `DIGEST_SIZE` is no blob's.
 
@@ -69,9 +74,9 @@ class Blob(NamedTuple):
         stored: length in bytes as stored, seek table included, pack record header excluded; 0 if no bytes are
             here.
         codec: ``"zstd"``, ``"lz4"``, ``"gzip"`` or ``"none"``.
-        pack: id of the pack file that holds the bytes. 0: a file of their own holds the bytes. -1: the bytes
-            were found damaged or missing, and every read is a miss until they are put again. -2: the bytes
-            are only in a remote, and are fetched when they are read.
+        pack: id of the pack file that holds the bytes; even for bytes that a pull has brought. 0: a file of
+            their own holds the bytes. -1: the bytes were found damaged or missing, and every read is a miss
+            until they are put again. -2: the bytes are only in a remote, and are fetched when they are read.
         offset: of the payload in the pack file, in bytes; 0 if no pack file holds the bytes.
     """
 
@@ -86,6 +91,17 @@ class Blob(NamedTuple):
     def is_here(self) -> bool:
         """Whether its bytes are in the store, as far as the index knows."""
         return self.pack >= LOOSE
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its bytes are here, and this store has made them or compared them with the digest.
+
+        Bytes in a received pack (`is_received`) were compared with a remote's tree alone.
+
+        >>> [Blob(bytes(32), 1, 1, "none", pack, 0).is_own for pack in (LOOSE, 1, 2, LOST)]
+        [True, True, False, False]
+        """
+        return self.is_here and not is_received(self.pack)
 
 
 class Entry(NamedTuple):

@@ -94,7 +94,7 @@ def compact(parts: Parts, pack: int) -> bool:
         with parts.index.write() as txn:
             if not txn.has_pack(pack):
                 return False
-            parts.writer.pack.abandon_if_open(pack)
+            parts.writer.abandon_if_open(pack)
             found = (
                 list(islice(scan(path, pack, start=position, payloads=False), _MAX_SCANNED))
                 if fd >= 0
@@ -144,7 +144,7 @@ def _move_some(parts: Parts, txn: Write, fd: int, found: list[PackRecord | Damag
 
 def _move(parts: Parts, txn: Write, fd: int, blob: Blob) -> None:
     try:
-        payload = read_record(fd, blob)
+        payload = _read(parts, fd, blob)
     except CorruptError:
         parts.objects.quarantine(blob)
         txn.mark_lost(blob)
@@ -152,10 +152,18 @@ def _move(parts: Parts, txn: Write, fd: int, blob: Blob) -> None:
         parts.writer.pack.rewrite(txn, blob, payload)
 
 
+def _read(parts: Parts, fd: int, blob: Blob) -> bytes:
+    """The payload of a record that is about to become the store's own, checked."""
+    payload = read_record(fd, blob)
+    if not blob.is_own:
+        parts.objects.check_content(blob, payload)
+    return payload
+
+
 def _repair_row(parts: Parts, txn: Write, fd: int, blob: Blob) -> bool:
     """Have a damaged row refer to the bytes of this record; False if the record is damaged too."""
     try:
-        payload = read_record(fd, blob)
+        payload = _read(parts, fd, blob)
     except CorruptError:
         return False
     parts.writer.pack.rewrite(txn, blob, payload)

@@ -75,6 +75,11 @@ ADD_TOTALS = (
     "UPDATE totals SET entries = entries + ?, logical = logical + ?, blobs = blobs + ?, uniq = uniq + ?,"
     " stored = stored + ?, packed = packed + ?"
 )
+# AUTOINCREMENT notes the greatest id of all time, also if the statement gives it.
+NEW_PACK = (
+    "INSERT INTO packs (id, created) SELECT id + (id % 2 != ?2), ?1 FROM"
+    " (SELECT coalesce(max(seq), 0) + 1 AS id FROM sqlite_sequence WHERE name = 'packs')"
+)
 ADD_DEAD = "UPDATE packs SET dead = dead + ?2 WHERE id = ?1"
 TOUCH_OLDER = ManyRows(
     "UPDATE entries SET accessed = column2 FROM (VALUES ",

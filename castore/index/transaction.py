@@ -42,6 +42,7 @@ from castore.index.statements import (
     DELETE_ENTRIES,
     DELETE_PLACES,
     LOSE,
+    NEW_PACK,
     TOUCH_OLDER,
     UNCOUNT_MANY_REFS,
     UNCOUNT_REFS,
@@ -545,9 +546,13 @@ class Write:
             self._packed -= stored + HEAD_SIZE
             self._dead[pack] = self._dead.get(pack, 0) + stored + HEAD_SIZE
 
-    def new_pack(self) -> int:
-        """Register a pack that is about to be written, and return its id. Ids are never reused."""
-        return self.db.execute("INSERT INTO packs (created) VALUES (?)", (time.time(),)).lastrowid or 0
+    def new_pack(self, *, received: bool = False) -> int:
+        """Register a pack that is about to be written, and return its id. Ids are never reused.
+
+        Args:
+            received: the pack is for bytes that came from a remote, and has an even id (`Blob.is_own`).
+        """
+        return self.db.execute(NEW_PACK, (time.time(), not received)).lastrowid or 0
 
     def has_pack(self, pack: int) -> bool:
         """Whether the pack may be written to and read from."""

@@ -265,6 +265,16 @@ class ObjectDirectory:
             raise CorruptError(message, digest=blob.digest.hex(), where=where) from error
         return data
 
+    def check_content(self, blob: Blob, payload: bytes) -> None:
+        """Check the payload of a record: it has to decode to the bytes of the blob's digest.
+
+        Raises:
+            CorruptError: it does not.
+        """
+        data = CODECS[blob.codec].decompress(payload, blob.size, self.dictionaries.decompressor)
+        if blake3(data).digest() != blob.digest:
+            raise CorruptError("the bytes do not have the digest they are stored under")
+
     def _read_loose(self, blob: Blob) -> bytes:
         """The stored bytes of a loose object of a single frame."""
         if blob.stored > 2 * FRAME_SIZE:

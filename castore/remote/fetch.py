@@ -2,8 +2,10 @@
 travel again.
 
 Nothing that comes from a remote is trusted. Stored bytes are compared with the frames of the tree's row
-before they are decompressed, and the decompressed bytes with the blob's digest. Records of a pack that lie
-near each other come in one request. The caller commits what is staged here under the names that it chooses.
+before they are decompressed, and the decompressed bytes with the blob's digest. For small blobs a caller may
+leave the second comparison to the first reader: they go to a pack of received bytes then. Records of a pack
+that lie near each other come in one request. The caller commits what is staged here under the names that it
+chooses.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing, nullcontext
 from functools import partial
@@ -20,10 +22,9 @@ from typing import NamedTuple
 
 import xxhash
 import zstandard
-from blake3 import blake3
 
 from castore.errors import CorruptError, RemoteError, RemoteMissingError
-from castore.objects.codecs import CODECS, FRAME_SIZE
+from castore.objects.codecs import FRAME_SIZE
 from castore.objects.decode import BlobReader
 from castore.objects.dictionaries import Dictionary, derive_number
 from castore.objects.packs import PACK_LIMIT
@@ -130,19 +131,24 @@ class BlobFetcher:
         self.fetched = 0
         self.in_parts: list[Place] = []
 
-    def staged(self, wanted: Mapping[bytes, Row]) -> Generator[tuple[Row, Staged]]:
+    def staged(
+        self, wanted: Mapping[bytes, Row], *, left_to_readers: Container[bytes] = ()
+    ) -> Generator[tuple[Row, Staged]]:
         """Blobs by their digests, in the order in which they come; some requests are under way ahead.
+
+        Args:
+            left_to_readers: digests of blobs that are staged `as_received`.
 
         Raises:
             CorruptError: the remote's bytes are not those of the rows.
             RemoteError: the remote cannot be used.
         """
         pending: set[Future[list[tuple[Row, Staged]]]] = set()
-        requests = _requests(wanted)
+        requests, records = _requests(wanted), partial(self._records, left_to_readers)
         try:
             while True:
                 while len(pending) < _REQUESTS and (request := next(requests, None)) is not None:
-                    work = self._records if request.rows[0].place.is_packed else self._object
+                    work = records if request.rows[0].place.is_packed else self._object
                     pending.add(self._pool.submit(work, request))
                 if not pending:
                     return
@@ -161,7 +167,7 @@ class BlobFetcher:
                     for _, item in future.result():
                         item.discard()
 
-    def _records(self, request: _Request) -> list[tuple[Row, Staged]]:
+    def _records(self, left_to_readers: Container[bytes], request: _Request) -> list[tuple[Row, Staged]]:
         """The blobs of neighbouring records of a pack."""
         key, start = object_key(request.object, packed=True), request.start
         try:
@@ -172,15 +178,18 @@ class BlobFetcher:
             return []
         self.fetched += len(data)
         with _decoding if request.has_small else nullcontext():
-            return self._staged_records(request, memoryview(data), key)
+            return self._staged_records(request, memoryview(data), key, left_to_readers)
 
-    def _staged_records(self, request: _Request, data: memoryview, key: str) -> list[tuple[Row, Staged]]:
+    def _staged_records(
+        self, request: _Request, data: memoryview, key: str, left_to_readers: Container[bytes]
+    ) -> list[tuple[Row, Staged]]:
         staged: list[tuple[Row, Staged]] = []
         try:
             for row in request.rows:
                 at = row.place.offset - request.start
                 try:
-                    item = self.stage(row, data[at : at + row.place.stored], key)
+                    stored = data[at : at + row.place.stored]
+                    item = self.stage(row, stored, key, as_received=row.digest in left_to_readers)
                 except (CorruptError, RemoteMissingError) as error:
                     self._on_loss(row, error)
                 else:
@@ -191,11 +200,13 @@ class BlobFetcher:
             raise
         return staged
 
-    def stage(self, row: Row, stored: memoryview, key: str) -> Staged:
+    def stage(self, row: Row, stored: memoryview, key: str, *, as_received: bool = False) -> Staged:
         """The blob of a row whose stored bytes have come, checked.
 
         Args:
             key: of the object that had the bytes, for messages.
+            as_received: compare a blob for a pack with the tree alone, and have it in a pack of received
+                bytes: whoever reads it compares its content with the digest.
 
         Raises:
             CorruptError: the bytes are not those of the row.
@@ -213,14 +224,13 @@ class BlobFetcher:
             raise self._damaged(row, key, "its bytes differ from what the tree says")
         payload = bytes(stored)
         dictionary = self.have_dictionary(row, payload)
-        dictionaries = self._parts.objects.dictionaries
-        try:
-            data = CODECS[place.codec].decompress(payload, row.size, dictionaries.decompressor)
-        except CorruptError as error:
-            raise self._damaged(row, key, str(error)) from error
-        if blake3(data).digest() != row.digest:
-            raise self._damaged(row, key, "it is another blob than the tree says")
-        return SmallBlob(self._parts.writer.pack, row.digest, row.size, place.codec, payload, dictionary)
+        pack = self._parts.writer.received if as_received else self._parts.writer.pack
+        if not as_received:
+            try:
+                self._parts.objects.check_content(self._blob_of(row), payload)
+            except CorruptError as error:
+                raise self._damaged(row, key, str(error)) from error
+        return SmallBlob(pack, row.digest, row.size, place.codec, payload, dictionary)
 
     def _object(self, request: _Request) -> list[tuple[Row, Staged]]:
         """A blob that is an object of its own."""

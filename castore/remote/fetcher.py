@@ -582,7 +582,7 @@ class Fetcher:
     def _commit(self, specs: Sequence[tuple[EntrySpec, Staged]], restored: Sequence[Staged] = ()) -> None:
         with self._commit_lock:  # else all threads would find the same room within the budget
             self._parts.writer.restore(restored)
-            self._parts.writer.commit(specs)
+            self._parts.writer.name(specs)
             self._kept += sum(staged.stored for staged in (*restored, *(staged for _, staged in specs)))
             budget = self._parts.settings.max_size
             is_due = budget is not None and self._kept > max(_TIDY_BYTES, budget * _TIDY_SHARE)

@@ -28,7 +28,7 @@ from castore.index.places import RemotePlace
 from castore.index.transaction import Write
 from castore.names import FilesAbove, check_name
 from castore.parts import Parts
-from castore.records import LOOSE, Blob, EntrySpec
+from castore.records import LOOSE, LOST, Blob, EntrySpec
 from castore.remote import commits, marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
@@ -472,23 +472,29 @@ class _Fetch:
         names: dict[bytes, list[tuple[str, Row]]] = defaultdict(list)
         for name, row in plan.rows:
             names[row.digest].append((name, row))
-        known = self._known(list(names))
+        known, lost = self._known(list(names))
         rows = plan.rows
         self._restore([row for row in plan.agreed if row.digest not in names])
         self._commit([(pair, known[pair[1].digest]) for pair in rows if pair[1].digest in known])
         wanted = {digest: pairs[0][1] for digest, pairs in names.items() if digest not in known}
+        sound = wanted.keys() - lost
         total = sum(row.place.stored for row in wanted.values())
         done = 0
         staged: list[tuple[tuple[str, Row], Staged]] = []
         uncommitted = reported = 0
-        with ExitStack() as undo, closing(self._blobs.staged(wanted)) as coming:
+        with (
+            ExitStack() as undo,
+            closing(self._blobs.staged(wanted, left_to_readers=sound)) as coming,
+        ):
             undo.callback(lambda: _discard(staged))
             try:
                 for row, item in coming:
                     first, *others = names[row.digest]
                     staged.append((first, item))
-                    known_by_then = KnownBlob(Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0))
-                    staged += [(other, known_by_then) for other in others]
+                    if others:
+                        blob = Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0)
+                        known_by_then = KnownBlob(blob, may_be_received=True)
+                        staged += [(other, known_by_then) for other in others]
                     done += row.place.stored
                     uncommitted += row.place.stored
                     if done >= reported + _REPORT_BYTES or done == total:
@@ -512,7 +518,7 @@ class _Fetch:
 
     def _restore(self, rows: list[Row]) -> None:
         """Have the bytes of names that the store has already: those that are away."""
-        known = self._known([row.digest for row in rows])
+        known, _ = self._known([row.digest for row in rows])
         wanted = {row.digest: row for row in rows if row.digest not in known}
         total, done = sum(row.place.stored for row in wanted.values()), 0
         batch: list[Staged] = []
@@ -529,13 +535,17 @@ class _Fetch:
                     self._committed = time.monotonic()
             self._parts.writer.restore(batch)
 
-    def _known(self, digests: list[bytes]) -> dict[bytes, Staged]:
+    def _known(self, digests: list[bytes]) -> tuple[dict[bytes, Staged], set[bytes]]:
+        """The blobs that are here, and the digests of those that were here and turned out to be damaged."""
         known: dict[bytes, Staged] = {}
+        lost: set[bytes] = set()
         for start in range(0, len(digests), _DIGESTS):
             for digest, blob in self._parts.index.blobs_of(digests[start : start + _DIGESTS]).items():
                 if blob.is_here:
-                    known[digest] = KnownBlob(blob)
-        return known
+                    known[digest] = KnownBlob(blob, may_be_received=True)
+                elif blob.pack == LOST:
+                    lost.add(digest)
+        return known, lost
 
     def _commit(self, staged: list[tuple[tuple[str, Row], Staged]]) -> None:
         for start in range(0, len(staged), _COMMIT):
@@ -552,7 +562,7 @@ class _Fetch:
 
             self._naming.coming(rows)
             try:
-                self._parts.writer.commit(specs, leave_out)
+                self._parts.writer.name(specs, leave_out)
             except Vanished as error:
                 raise RemoteError(
                     f"gc removed blobs of {self._parts.path} while this pull named them; pull again"

@@ -21,7 +21,6 @@ from blake3 import blake3
 from castore.errors import CorruptError, RemoteError, RemoteMissingError
 from castore.index import places
 from castore.index.places import RemotePlace
-from castore.objects.codecs import CODECS
 from castore.objects.packs import FILE_HEAD, build_record, read_record
 from castore.parts import Parts
 from castore.records import AWAY, HEAD_SIZE, Blob, Entry
@@ -271,9 +270,10 @@ def read_small(parts: Parts, blob: Blob) -> tuple[bytes, list[bytes], int]:
     objects = parts.objects
     if blob.pack > 0:
         payload = read_record(objects.packs.open(blob.pack).fd, blob)
-        data = CODECS[blob.codec].decompress(payload, blob.size, objects.dictionaries.decompressor)
-        if blake3(data).digest() != blob.digest:
-            raise _damaged(blob, objects.where(blob))
+        try:
+            objects.check_content(blob, payload)
+        except CorruptError as error:
+            raise _damaged(blob, objects.where(blob)) from error
         with_dictionary = blob.codec == "zstd" and blob.size
         number = zstandard.get_frame_parameters(payload).dict_id if with_dictionary else 0
         return payload, [frame_of(payload)], number

@@ -23,7 +23,7 @@ from castore.index.transaction import Write
 from castore.objects.codecs import FRAME_SIZE
 from castore.objects.directory import ObjectDirectory, describe_loose
 from castore.objects.packs import Damage, scan
-from castore.records import Blob
+from castore.records import Blob, is_received
 
 
 class Rebuilt(NamedTuple):
@@ -160,7 +160,8 @@ def _blobs(
     damaged: list[str],
     progress: Callable[[int], object] | None,
 ) -> Iterator[tuple[Blob, bytes | None]]:
-    for pack in objects.packs.ids():
+    # Of two records of a blob the later one counts: the store's own one.
+    for pack in sorted(objects.packs.ids(), key=is_received, reverse=True):
         path = objects.packs.path(pack)
         rebuild_rows.add_pack(txn, pack)
         try:

@@ -31,9 +31,11 @@ class OpenPack:
     Args:
         index: rows.
         objects: bytes.
+        received: the pack is for bytes of a remote that were compared with its tree alone.
     """
 
-    def __init__(self, index: Index, objects: ObjectDirectory) -> None:
+    def __init__(self, index: Index, objects: ObjectDirectory, *, received: bool = False) -> None:
+        self.received = received
         self._index = index
         self._objects = objects
         self._pack: PackWriter | None = None
@@ -70,7 +72,7 @@ class OpenPack:
             self._flush()
             self.close()
         if self._pack is None:
-            self._pack, self._begun_by = self._objects.start_pack(txn.new_pack()), txn
+            self._pack, self._begun_by = self._objects.start_pack(txn.new_pack(received=self.received)), txn
         position = self._pack.size + self._pending_size
         self._pending.append(data)
         self._pending_size += len(data)

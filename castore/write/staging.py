@@ -44,9 +44,16 @@ class Staged(Protocol):
 
 
 class KnownBlob(NamedTuple):
-    """A blob whose bytes are in the store already, or with ``may_be_away`` in a remote at least."""
+    """A blob whose bytes the store has already.
+
+    Attributes:
+        blob: its row, when it was looked up.
+        may_be_received: bytes will do that were compared with a remote's tree alone.
+        may_be_away: bytes will do that are only in a remote.
+    """
 
     blob: Blob
+    may_be_received: bool = False
     may_be_away: bool = False
     stored: int = 0
 
@@ -58,7 +65,11 @@ class KnownBlob(NamedTuple):
     def place(self, txn: Write) -> tuple[Blob, bool]:
         """See `Staged`."""
         known = txn.blob(self.blob.digest)
-        if known is None or not (known.is_here or (self.may_be_away and known.pack == AWAY)):
+        if known is None or not (
+            known.is_own
+            or (self.may_be_received and known.is_here)
+            or (self.may_be_away and known.pack == AWAY)
+        ):
             raise Vanished
         return known, False
 
@@ -94,19 +105,25 @@ class SmallBlob:
         # INSERT before SELECT, as most blobs are new. But if no pack is open, look up first: known bytes need
         # no pack.
         known = None if self._pack.is_begun else txn.blob(digest)
-        if known is not None and known.is_here:
+        if known is not None and self.is_met_by(known):
             return known, False
         while True:
             placed = self.append(txn)
             if txn.add_blob(placed):
                 return placed, True
             known = txn.blob(digest)
-            if known is not None and known.is_here:
+            if known is not None and self.is_met_by(known):
                 self._pack.undo_append()
                 return known, False
             if known is not None and txn.move_blob(placed):
                 return placed, False
             self.abandon_pack()
+
+    def is_met_by(self, known: Blob) -> bool:
+        """Whether a row of this digest has bytes that are as good as these. Own ones take the place of
+        received ones, whose content nobody may have compared with the digest.
+        """
+        return known.is_own or (self._pack.received and known.is_here)
 
     def append(self, txn: Write) -> Blob:
         """Have the bytes written to the pack before ``txn`` commits; returns the values of their row.
@@ -145,7 +162,7 @@ class LargeBlob:
         known = txn.blob(self.digest)
         if known is None:
             txn.add_blob(self._blob, self._checksums)
-        elif not known.is_here:
+        elif not known.is_own:
             txn.move_blob(self._blob, self._checksums)
         else:
             return known, False
@@ -177,7 +194,7 @@ def place_all(items: Sequence[Staged], txn: Write) -> list[tuple[Blob, bool]]:
         blob = added.get(digest)
         if blob is not None:
             placed.append((blob, small[digest] is item))
-        elif (blob := known.get(digest)) is not None and blob.is_here:
+        elif (blob := known.get(digest)) is not None and small[digest].is_met_by(blob):
             placed.append((blob, False))
         else:
             placed.append(item.place(txn))

@@ -59,6 +59,10 @@ _DICTIONARY_SECONDS = 1.0
 _Encoding = Callable[[Callable[[bytes], object]], Encoded]
 
 
+# A name and its attributes, its blob, when it was first pointed at that blob, whether it is pinned.
+_Named = tuple[EntrySpec, Blob, float, bool]
+
+
 class MakeRoom(Protocol):
     """Evicts until ``need`` more stored bytes fit under ``max_size``."""
 
@@ -84,12 +88,18 @@ class BlobWriter:
         self._objects = objects
         self._max_size = max_size
         self._make_room = make_room
-        #: This process's open pack.
-        self.pack = OpenPack(index, objects)
+        #: This process's open pack, and the one for bytes that were compared with a remote's tree alone.
+        self.pack, self.received = OpenPack(index, objects), OpenPack(index, objects, received=True)
 
     def close(self) -> None:
-        """Close the open pack."""
+        """Close the open packs."""
         self.pack.close()
+        self.received.close()
+
+    def abandon_if_open(self, pack: int) -> None:
+        """Have the next append start another pack, if ``pack`` is an open one."""
+        self.pack.abandon_if_open(pack)
+        self.received.abandon_if_open(pack)
 
     # Staging
 
@@ -189,12 +199,13 @@ class BlobWriter:
         """A blob that the store has already; None if it is missing or damaged.
 
         Args:
-            may_be_away: bytes that are only in a remote will do.
+            may_be_away: any bytes will do that readers can have: received ones, or such as are only in a
+                remote. Without it the bytes are the store's own (`Blob.is_own`), for a caller who has them.
         """
         blob = self._index.blob(digest)
-        if blob is None or not (blob.is_here or (may_be_away and blob.pack == AWAY)):
+        if blob is None or not (blob.is_own or (may_be_away and (blob.is_here or blob.pack == AWAY))):
             return None
-        return KnownBlob(blob, may_be_away)
+        return KnownBlob(blob, may_be_received=may_be_away, may_be_away=may_be_away)
 
     def stage_file(
         self,
@@ -265,7 +276,7 @@ class BlobWriter:
     def commit(
         self, staged: Sequence[tuple[EntrySpec, Staged]], on_begin: Callable[[Write], object] | None = None
     ) -> list[Entry]:
-        """Place and name everything in one transaction.
+        """Place and name everything in one transaction; returns the entries.
 
         Args:
             on_begin: called in the transaction before anything else; its exceptions roll everything back.
@@ -275,9 +286,24 @@ class BlobWriter:
             FullError: pinned entries leave no room, or the disk is full.
             Vanished: a known blob was removed; stage again with ``reuse=False``.
         """
+        now = time.time()
+        return [_make_entry(*named, now) for named in self._name(staged, on_begin, now)]
+
+    def name(
+        self, staged: Sequence[tuple[EntrySpec, Staged]], on_begin: Callable[[Write], object] | None = None
+    ) -> None:
+        """`commit`, for a caller that needs no entries."""
+        self._name(staged, on_begin, time.time())
+
+    def _name(
+        self,
+        staged: Sequence[tuple[EntrySpec, Staged]],
+        on_begin: Callable[[Write], object] | None,
+        now: float,
+    ) -> list[_Named]:
         try:
             self._check_budget([(spec.name, item) for spec, item in staged])
-            return self._index.transact(partial(_place, staged, time.time(), on_begin))
+            return self._index.transact(partial(_place, staged, now, on_begin))
         finally:
             for _, item in staged:
                 item.discard()
@@ -323,7 +349,7 @@ def _place(
     now: float,
     on_begin: Callable[[Write], object] | None,
     txn: Write,
-) -> list[Entry]:
+) -> list[_Named]:
     if on_begin is not None:
         on_begin(txn)
     if not staged:
@@ -331,12 +357,12 @@ def _place(
     if len(staged) == 1:
         [(spec, item)] = staged
         blob, added = item.place(txn)
-        return [_make_entry(spec, blob, now, *txn.set_entry(spec, blob, now, added=added))]
+        return [(spec, blob, *txn.set_entry(spec, blob, now, added=added))]
     specs = [spec for spec, _ in staged]
     placed = place_all([item for _, item in staged], txn)
     kept = txn.set_entries(specs, placed, now)
     return [
-        _make_entry(spec, blob, now, created, pinned)
+        (spec, blob, created, pinned)
         for spec, (blob, _), (created, pinned) in zip(specs, placed, kept, strict=True)
     ]
 
@@ -345,7 +371,7 @@ def _place_known(staged: Sequence[Staged], txn: Write) -> None:
     places.note_fetched(txn, bring_all(staged, txn))
 
 
-def _make_entry(spec: EntrySpec, blob: Blob, now: float, created: float, pinned: bool) -> Entry:
+def _make_entry(spec: EntrySpec, blob: Blob, created: float, pinned: bool, now: float) -> Entry:
     name, serializer, metadata, expires, _ = spec
     digest = blob.digest.hex()
     return Entry(

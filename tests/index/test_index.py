@@ -322,10 +322,10 @@ def test_known_bytes_begin_no_pack_and_are_counted_once(store: Store) -> None:
             other.put(name, text(500))
         assert len(other.objects.packs.ids()) == 1
         other.put("d", text(600))  # begins a pack of its own
-        end = other.objects.packs.path(2).stat().st_size
+        end = other.objects.packs.path(3).stat().st_size
         other.put_many([("e", text(500)), ("f", text(700)), ("g", text(700)), ("b", text(600))])
         assert other.get_many(list("abcdefg")) == [text(size) for size in (500, 600, 500, 600, 500, 700, 700)]
-        appended = other.objects.packs.path(2).stat().st_size - end
+        appended = other.objects.packs.path(3).stat().st_size - end
     _, _, length = payload(store, "f")
     assert appended == HEAD_SIZE + length
     recount(store)

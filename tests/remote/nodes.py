@@ -7,14 +7,18 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from castore import Remote, Store
-from castore.remote import marker
+from castore.remote import commits, marker
+from castore.remote.bucket import Bucket
+from castore.remote.keys import commit_key, page_key
 from castore.remote.messages import SOCKET, receive, send
+from castore.remote.pages import Row, digest_of, encode_leaf
 from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.urls import open_bucket
 from castore.system.local_sockets import address
@@ -67,6 +71,17 @@ def forget_carried(bucket: Path) -> None:
         kept = {key: value for key, value in fields.items() if not key.endswith("_bytes")}
         assert len(kept) < len(fields)
         path.write_text(json.dumps(kept))
+
+
+def put_tree(bucket: Bucket, rows: list[Row], ref: str) -> None:
+    """Have a ref with these rows, whatever they say."""
+    page = encode_leaf(rows)
+    bucket.put(page_key(digest_of(page)), page)
+    commit = commits.encode_commit(
+        commits.Commit(digest_of(page), None, time.time(), "somebody", "", len(rows), 1)
+    )
+    bucket.put(commit_key(digest_of(commit)), commit)
+    assert commits.move_ref(bucket, ref, commits.read_ref(bucket, ref), digest_of(commit), time.time())
 
 
 @contextmanager

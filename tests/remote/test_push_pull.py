@@ -31,14 +31,13 @@ from castore.remote import commits
 from castore.remote import pull as pulling
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.keys import commit_key, object_key, page_key
-from castore.remote.pages import Row, digest_of, encode_leaf
+from castore.remote.keys import object_key
 from castore.remote.tree import Tree
 from castore.watch.entry_sources import source_of
 from tests.clocks import pass_time
 from tests.helpers import agrees_with_disk, flip, mixed, noise, records, text
 from tests.remote.conftest import MakeNode, Node
-from tests.remote.nodes import forget_carried
+from tests.remote.nodes import forget_carried, put_tree
 
 SIZES = (0, 1, 100, 5_000, 16_000, 20_000, 262_144, 262_145, 900_000, 3_000_000)
 CODECS = ("auto", "zstd", "lz4", "gzip", "none")
@@ -53,17 +52,6 @@ def fill(store: Store) -> None:
     store.put("again", mixed(3_000_000, len("zstd")), metadata={"epoch": 3, "ä": "ö"})
     store.save("object", {"a": [1, 2.5, None]})
     store.put("forever", b"x", ttl=NEVER)
-
-
-def put_tree(bucket: Bucket, rows: list[Row], ref: str) -> None:
-    """Have a ref with these rows, whatever they say."""
-    page = encode_leaf(rows)
-    bucket.put(page_key(digest_of(page)), page)
-    commit = commits.encode_commit(
-        commits.Commit(digest_of(page), None, time.time(), "somebody", "", len(rows), 1)
-    )
-    bucket.put(commit_key(digest_of(commit)), commit)
-    assert commits.move_ref(bucket, ref, commits.read_ref(bucket, ref), digest_of(commit), time.time())
 
 
 @pytest.mark.parametrize("metadata", ["[" * 100_000, "{not json", '{"a":' + "9" * 5000 + "}"])

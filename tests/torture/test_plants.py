@@ -52,7 +52,7 @@ PLACES: dict[str, Callable[[Path], Path]] = {
     "ballast": lambda path: path / "ballast",
     "stray object": lambda path: path / "objects" / "ab" / ("ab" * 32),
     "stray pack": lambda path: path / "objects" / "packs" / "000000ff.pack",
-    "next pack": lambda path: path / "objects" / "packs" / "00000002.pack",
+    "next pack": lambda path: path / "objects" / "packs" / "00000003.pack",
 }
 
 

@@ -24,6 +24,7 @@ from blake3 import blake3
 from castore import Store
 from castore.gc import leftovers
 from castore.index.journal import pack_record
+from castore.index.statements import NEW_PACK
 from castore.objects.encode import encode_small
 from castore.objects.packs import FILE_HEAD, build_record
 from castore.records import HEAD_SIZE, Blob, entry_check
@@ -158,7 +159,7 @@ def _packed(folder: Path, db: sqlite3.Connection, values: Iterator[bytes], now: 
     """Write the values into new packs; yields each value's blob with its place."""
     first = next(values, None)
     while first is not None:
-        pack = db.execute("INSERT INTO packs (created) VALUES (?)", (now,)).lastrowid or 0
+        pack = db.execute(NEW_PACK, (now, True)).lastrowid or 0  # of puts
         fd = open_with_mode(folder / f"{pack:08x}.pack", os.O_WRONLY | os.O_EXCL, 0o600)
         with open(fd, "wb", buffering=1 << 20) as file:
             file.write(FILE_HEAD)

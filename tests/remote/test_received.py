@@ -1,0 +1,152 @@
+"""Bytes of a pull are compared with the tree when they come, and with their digest when they are read."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from castore import Store
+from castore.errors import CorruptError
+from castore.gc.compaction import compact
+from castore.records import Blob
+from castore.remote import commits
+from castore.remote.bucket import Bucket
+from castore.remote.pages import Row
+from castore.remote.tree import Tree
+from castore.repair import doctor
+from tests.helpers import agrees_with_disk, text
+from tests.remote.conftest import MakeNode, Node
+from tests.remote.nodes import put_tree
+
+RIGHT, OTHER = text(3000, 1), text(3000, 2)
+
+
+@pytest.fixture
+def lied_to(node: MakeNode, bucket: Bucket) -> Node:
+    """A node that has pulled `a` and `b`, where the tree gives the bytes of `b` the digest of RIGHT."""
+    one, two = node("one"), node("two")
+    one.store.put("a", text(3000, 3))
+    one.store.put("b", OTHER)
+    one.push()
+    head = commits.read_ref(bucket, "main")
+    assert head is not None
+    honest, liar = Tree(commits.read_commit(bucket, head.commit).tree, one.pages.read).rows()
+    put_tree(bucket, [honest, _with_digest(liar, RIGHT)], "evil")
+    assert two.pull(ref="evil").added == 2
+    return two
+
+
+def _with_digest(row: Row, data: bytes) -> Row:
+    return row._replace(digest=blake3(data).digest())
+
+
+def blob_of(store: Store, name: str) -> Blob:
+    found = store.index.find(name)
+    assert found is not None
+    return found.blob
+
+
+def test_a_tree_that_lies_about_a_digest_gives_nobody_other_bytes(lied_to: Node) -> None:
+    store = lied_to.store
+    assert not blob_of(store, "b").is_own
+    assert store.get("b") is None
+    assert store.get("a") == text(3000, 3)
+    assert "b" not in store
+    with pytest.raises(CorruptError, match=r"the bytes of 'b' in .* are damaged: the bytes do not have the"):
+        lied_to.pull(ref="evil")
+    assert store.get("b") is None
+
+
+def test_a_range_of_such_bytes_is_not_served_either(lied_to: Node) -> None:
+    blob = blob_of(lied_to.store, "b")
+    with (
+        closing(lied_to.store.objects.open(blob)) as reader,
+        pytest.raises(CorruptError, match="do not have the"),
+    ):
+        reader.read(10, 10)
+
+
+@pytest.mark.parametrize("ways", ["put", "put_many", "batch", "put_file", "put of the name"])
+def test_a_put_takes_no_bytes_for_its_own_that_nobody_has_read(
+    lied_to: Node, tmp_path: Path, ways: str
+) -> None:
+    store = lied_to.store
+    if ways == "put":
+        store.put("new", RIGHT)
+    elif ways == "put_many":
+        store.put_many([("new", RIGHT), ("newer", RIGHT), ("c", b"c")])
+    elif ways == "batch":
+        with store.batch() as batch:
+            batch.put("new", RIGHT)
+    elif ways == "put_file":
+        path = tmp_path / "right"
+        path.write_bytes(RIGHT)
+        store.put_file("new", path)
+    else:
+        store.put("b", RIGHT)
+        store.put("new", RIGHT)
+    assert store.get("new") == RIGHT
+    assert store.get("b") == RIGHT
+    assert blob_of(store, "b").is_own
+    assert store.verify().bad == []
+
+
+@pytest.mark.parametrize("size", [100, 3000, 15_000, 200_000])
+def test_a_put_of_what_has_come_leaves_one_blob(node: MakeNode, size: int) -> None:
+    one, two = node("one"), node("two")
+    data = text(size, 5)
+    one.store.put("a", data)
+    one.push()
+    two.pull()
+    store = two.store
+    came_in_pack = blob_of(store, "a").pack > 0
+    assert blob_of(store, "a").is_own is not came_in_pack
+    store.put("mine", data)
+    assert blob_of(store, "a") == blob_of(store, "mine")
+    assert blob_of(store, "a").is_own
+    assert store.stat().blobs == 1
+    agrees_with_disk(store)
+    assert two.pull().unchanged == 1
+    assert blob_of(store, "a").is_own
+
+
+def test_compaction_takes_over_what_has_its_digest_alone(lied_to: Node) -> None:
+    store = lied_to.store
+    pack = blob_of(store, "b").pack
+    assert compact(store.parts, pack)
+    assert blob_of(store, "a").is_own
+    assert store.get("a") == text(3000, 3)
+    assert store.get("b") is None
+    assert not store.objects.packs.path(pack).exists()
+
+
+def test_a_rebuilt_index_prefers_the_stores_own_bytes(lied_to: Node) -> None:
+    store = lied_to.store
+    store.put("new", RIGHT)
+    path = store.path
+    store.close()
+    (path / "index.sqlite").unlink()
+    doctor.rebuild_index(path)
+    with Store(path) as again:
+        assert again.get("new") == RIGHT
+        assert again.get("b") == RIGHT
+
+
+def test_bytes_that_nobody_has_read_travel_on_only_if_they_are_right(
+    lied_to: Node, node: MakeNode, bucket: Bucket
+) -> None:
+    with pytest.raises(CorruptError, match=r"is damaged in .* `castore verify --repair` sets it aside"):
+        lied_to.push("b", ref="onwards")
+    lied_to.push("a", ref="onwards")
+    three = node("three")
+    three.pull(ref="onwards")
+    assert three.contents() == {"a": text(3000, 3)}
+
+
+def test_verify_finds_what_lies(lied_to: Node) -> None:
+    [bad] = lied_to.store.verify().bad
+    assert bad.names == ["b"]
+    assert lied_to.store.verify(repair=True).dropped == ["b"]
