@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from blake3 import blake3
-
 from castore.errors import SerializationError
+from castore.keys.images import further_frames
 from castore.keys.values import LEFT_ON_TENSORS
 from castore.serialize.kinds import MisfitError, is_registered, take_apart
 from castore.serialize.kinds.images import is_image
@@ -87,22 +86,13 @@ def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
 
 def _frames(part: _Part, is_result: bool) -> list[Any]:
     """The place of the present one of an image's frames, and a digest of them all; nothing if it has one."""
-    image = part.value
-    if getattr(image, "n_frames", 1) == 1:
-        return []
-    name = type(image).__name__
-    if is_result:
+    name = type(part.value).__name__
+    if is_result and getattr(part.value, "n_frames", 1) > 1:
         raise part.error(f"is a {name} of several frames, of which one would come back; give its copy()")
-    file = getattr(image, "fp", None)
-    if file is None or file.closed:
-        raise part.error(f"is a {name} of several frames, and its file is closed")
-    at = file.tell()
     try:
-        file.seek(0)
-        digest = blake3(file.read()).hexdigest()
-    finally:
-        file.seek(at)
-    return [image.tell(), digest]
+        return list(further_frames(part.value) or ())
+    except ValueError:
+        raise part.error(f"is a {name} of several frames, and its file is closed") from None
 
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:

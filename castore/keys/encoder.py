@@ -406,6 +406,9 @@ def own_key(encoder: Encoder, value: Any) -> bytes | None:
         own = cls.__castore_key__(value)
     except UnhashableError as error:
         raise RefusedError(str(error)) from error
+    if own is value:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        raise RefusedError(f"{name}.__castore_key__ returns the object itself; return what it is made of")
     return _joined(b"own", [_class_name(cls), encoder.part(own, ".__castore_key__()")])
 
 

@@ -465,7 +465,7 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return f"no module {name}"
-    except Exception as error:  # the user's module may raise anything when it runs
+    except (Exception, SystemExit) as error:  # the user's module may raise anything when it runs
         raise UnencodableError(f"cannot import {name!r}, which the function imports: {error}") from error
 
 

@@ -46,9 +46,18 @@ def library_of_class(cls: type) -> str | None:
     return None if is_users else library
 
 
+def _nearest(module: str) -> Any:
+    """The module, or the next package around it that is imported: `numpy.recarray` names `numpy.rec`, which
+    may not be.
+    """
+    while module not in sys.modules and "." in module:
+        module = module.rpartition(".")[0]
+    return sys.modules.get(module)
+
+
 def _has(cls: type) -> bool:
     """Whether the module that a class names has the class."""
-    found: Any = sys.modules.get(cls.__module__)
+    found = _nearest(cls.__module__)
     for part in cls.__qualname__.split("."):
         try:
             found = vars(found).get(part)
@@ -56,7 +65,7 @@ def _has(cls: type) -> bool:
             return False
     if found is cls:
         return True
-    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls  # of a lazy module
+    return getattr(_nearest(cls.__module__), cls.__qualname__, None) is cls  # of a lazy module
 
 
 def _is_users_code(item: object) -> bool:
@@ -187,6 +196,6 @@ def library_object(value: Any) -> str | None:
     except Exception:  # noqa: BLE001 - the user's __getattr__ may raise anything, and is no library's
         return None
     library = library_of(module) if isinstance(name, str) else None
-    if library and name and getattr(sys.modules.get(module), name, None) is value:
+    if library and name and getattr(_nearest(module), name, None) is value:
         return f"{name} in {library}"
     return None

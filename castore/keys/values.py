@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
+from castore.keys import images
 from castore.keys.beside_code import ANNOTATIONS
 from castore.keys.classes import full_name
 from castore.keys.encoder import AnyOrder, Encoder, UnencodableError
@@ -237,6 +238,36 @@ def _archive_of(encoder: Encoder, value: Any, without: frozenset[str] = frozense
 
 
 # --- libraries ----------------------------------------------------------------------------------------------
+
+
+def _image(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # Pickle keeps pixels of the present frame, `info`, and the name of the file.
+    yield from ("object", *object_parts(encoder, value))
+    try:
+        frames = images.further_frames(value)
+    except ValueError:
+        raise UnencodableError(
+            f"cannot hash {type(value)} of several frames: its file is closed; pass the bytes of the file"
+        ) from None
+    if frames is not None:
+        yield "frames", *frames
+    for name, facts in images.further_facts(value).items():
+        yield name, encoder.part(facts, f".{name}")
+
+
+def _table_of_pandas(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield from ("object", *object_parts(encoder, value))
+    # Pandas keeps accessors (`.str`) beside the attributes that users set.
+    names = sorted(name for name in vars(value) if name[0] != "_" and name not in type(value)._accessors)
+    if names:
+        yield [(name, encoder.part(vars(value)[name], f".{name}")) for name in names]
+
+
+def _stream_of_rows(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # Iterating leaves these. A state that was loaded, and says where the stream goes on, counts.
+    left = {"_state_dict", "_IterableDataset__hffs_cache"}
+    state = {name: item for name, item in vars(value).items() if name not in left}
+    yield from ("stream of rows", encoder.part(type(value)), *state_parts(encoder, state))
 
 
 def tensor(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -484,6 +515,8 @@ SHARED = Table(
         ("queue", ("SimpleQueue", "Queue"), by_type),
         ("_queue", ("SimpleQueue",), by_type),
         ("logging", ("Handler",), by_type),
+        ("contextlib", ("_GeneratorContextManager", "_AsyncGeneratorContextManager"), _by_attributes(
+            "func", "args", "kwds")),
         ("asyncio.locks", ("Lock", "Event", "Semaphore", "Condition", "Barrier"), by_type),
         ("asyncio.queues", ("Queue",), by_type),
         ("asyncio.events", ("AbstractEventLoop",), by_type),
@@ -531,6 +564,9 @@ SHARED = Table(
         ("multiprocessing.shared_memory", ("SharedMemory",), _shared_memory),
         ("ctypes", ("c_void_p", "_Pointer"), _pointer),
         ("ctypes", ("_SimpleCData", "Array", "Structure", "Union"), _c_data),
+        ("PIL.Image", ("Image",), _image),
+        ("pandas", ("DataFrame", "Series"), _table_of_pandas),
+        ("datasets.iterable_dataset", ("IterableDataset", "_BaseExamplesIterable"), _stream_of_rows),
         ("numpy.lib.npyio", ("NpzFile",), _archive),
         ("numpy", ("vectorize",), _vectorized),
         ("numba.core.dispatcher", ("Dispatcher",), _jitted),
@@ -541,6 +577,9 @@ SHARED = Table(
         ("numba.experimental.jitclass.base", ("JitClassType",), _jitted_class),
         ("numpy", ("ufunc",), _ufunc),
         ("torch", ("UntypedStorage", "TypedStorage"), _storage),
+        ("torch.autograd.profiler", ("record_function",), _by_attributes("name", "args")),
+        ("torch.amp.autocast_mode", ("autocast",), _by_attributes(
+            "device", "fast_dtype", "_enabled", "_cache_enabled")),
         ("torch.jit", ("ScriptFunction",), _scripted),
         ("torch.jit", ("ScriptModule",), scripted_module),
         ("torch._library.custom_ops", ("CustomOpDef",), _operator_of_torch),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import ctypes
 import dataclasses
 import enum
 import functools
 import importlib
+import io
 import pathlib
 import subprocess
 import sys
@@ -20,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
+from PIL import Image, TiffImagePlugin
 from torch.nn.utils import parametrizations, parametrize
 
 from castore import InvalidValueError, Store, UnhashableError, key
@@ -225,8 +230,62 @@ def defaulting(steps: Any) -> Any:
 
 PROCESS = ctypes.CDLL(None)
 ORDER = np.dtype([("a", "u1"), ("b", "f8")])
+
+
 #: Values that a function can distinguish. Each is made twice, and has the same key both times.
+def clip(last: int, kind: str = "GIF", at: int = 0) -> Any:
+    """An image of two frames, of which the first is black; opened from bytes, and read."""
+    file = io.BytesIO()
+    Image.new("L", (4, 4)).save(file, kind, save_all=True, append_images=[Image.new("L", (4, 4), last)])
+    image = Image.open(file)
+    image.seek(at)
+    image.load()
+    return image
+
+
+def scan(text: str) -> Any:
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    tags[270] = text
+    file = io.BytesIO()
+    Image.new("L", (4, 4)).save(file, "TIFF", tiffinfo=tags)
+    return Image.open(file)
+
+
+def turned(orientation: int, *, saved: bool) -> Any:
+    image = Image.new("L", (1, 2))
+    image.getexif()[0x112] = 1 if saved else orientation
+    if saved:
+        file = io.BytesIO()
+        image.save(file, "PNG", exif=image.getexif())
+        image = Image.open(file)
+        image.getexif()[0x112] = orientation
+    return image
+
+
+def table(unit: str | None, kind: type[Any] = pd.DataFrame) -> Any:
+    made = kind({"a": ["x"]})
+    if unit is not None:
+        made.unit = unit
+    return made
+
+
 DISTINCT: dict[str, list[Callable[[], Any]]] = {
+    "images of several frames": [
+        *(
+            functools.partial(clip, last, kind)
+            for kind in ("GIF", "TIFF", "PNG")
+            for last in (1, 2)
+        ),
+        lambda: clip(1, "GIF", at=1), lambda: clip(0, "TIFF"), lambda: clip(0, "TIFF", at=1),
+    ],
+    "tags of images": [
+        lambda: scan("one"), lambda: scan("two"), lambda: turned(1, saved=False),
+        lambda: turned(6, saved=False), lambda: turned(1, saved=True), lambda: turned(6, saved=True),
+    ],
+    "attributes of tables": [
+        lambda: table(None), lambda: table("cm"), lambda: table("m"), lambda: table("m", pd.Series),
+        lambda: table("cm", pd.Series),
+    ],
     "attributes of a tensor": [
         lambda: torch.ones(4), lambda: torch.ones(4).as_subclass(Boxes), lambda: boxes("XYXY"),
         lambda: boxes("XYWH"),
@@ -371,6 +430,86 @@ def test_the_order_of_keyword_arguments_counts(folder: Path) -> None:
 
         assert names(b=1, a=2) == names({"b": 1, "a": 2}) == ["b", "a"]
         assert names(a=2, b=1) == names({"a": 2, "b": 1}) == ["a", "b"]
+
+
+def looked_at(value: Any, look: Callable[[Any], object]) -> Any:
+    look(value)
+    return value
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    yield
+
+
+def same(number: int) -> int:
+    return number
+
+
+USED: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "image": (lambda: scan("one"), lambda image: image.getexif()),
+    "frames": (lambda: clip(1), lambda image: [image.seek(1), image.load(), image.seek(0)]),
+    "column": (lambda: pd.Series(["a"]), lambda column: column.str.upper()),
+    "stream": (lambda: Dataset.from_dict({"a": [1]}).to_iterable_dataset(), list),
+    "profiled": (lambda: torch.profiler.record_function("same")(same), lambda function: function(1)),
+    "half precision": (lambda: torch.autocast("cpu", torch.bfloat16)(same), lambda function: function(1)),
+    "manager": (lambda: quiet()(same), lambda function: function(1)),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("case", USED)
+def test_what_a_library_leaves_behind_in_its_objects_does_not_count(case: str, adapter: str) -> None:
+    make, use = USED[case]
+    told = ADAPTERS[adapter]
+    assert told(looked_at(make(), use)) == told(make())
+
+
+def test_an_array_of_records_has_one_key_whatever_is_imported(folder: Path) -> None:
+    """Its class names `numpy.rec`, which NumPy imports late."""
+    program = """
+import sys
+import numpy as np
+from castore import Store
+if sys.argv[2] == "late":
+    assert "numpy.rec" not in sys.modules
+else:
+    import numpy.rec
+array = np.array([(1,), (2,)], dtype=[("x", "i4")]).view(np.recarray)
+with Store(sys.argv[1]) as store:
+    print(store.cached(lambda array: 1).cache_name(array))
+"""
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", program, str(folder / "store"), when],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for when in ("late", "early")
+    }
+    assert len(names) == 1
+
+
+def test_a_key_that_is_the_object_itself_is_refused(folder: Path) -> None:
+    class Own:
+        def __castore_key__(self) -> Any:
+            return self
+
+    with Store(folder / "own") as store, pytest.raises(UnhashableError, match="returns the object itself"):
+        store.cached(same).cache_name(Own())  # type: ignore[attr-defined]
+
+
+def test_a_module_that_ends_the_program_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "ends_the_program.py").write_text("import sys; sys.exit(7)")
+    monkeypatch.syspath_prepend(folder)
+
+    def never(number: int) -> None:
+        if number:
+            import ends_the_program  # type: ignore[import-not-found]  # noqa: F401
+
+    with Store(folder / "ends") as store, pytest.raises(UnhashableError, match="cannot import 'ends_the_pr"):
+        store.cached(never)(0)
 
 
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name != "embeddings"])
