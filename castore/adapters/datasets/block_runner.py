@@ -75,6 +75,9 @@ _BLOCKS_AHEAD = 4
 _SHARED = "the ranks of a job share its blocks; a run without a shard sees them in order"
 #: Rows whose features are taken for those of the result, while another run makes the first block.
 GUESS_ROWS = 16
+#: Seconds for another run to make the first block, before this one guesses its features; and of the first
+#: pause between two looks at it.
+_GUESS_SECONDS, _FIRST_PAUSE = 2.0, 0.02
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
 
@@ -359,11 +362,16 @@ class BlockRun:
     ) -> BlockResult | Claim | None:
         """The result of a block; or a claim of it; None if another run has claimed it.
 
-        The keys of all other blocks need the features of the first. While another run makes that block,
-        ``guess`` gives them, unless it has been wrong.
+        The keys of all other blocks need the features of the first. While another run makes that block, and
+        takes some time, ``guess`` gives them, unless it has been wrong. A guess shows the operator rows, and
+        one that remembers them could not begin anew.
         """
+        until, pause = time.monotonic() + _GUESS_SECONDS, _FIRST_PAUSE
         while (found := self._claims.find_or_claim(digits)) is None and not keys.are_final:
-            if (guessed := guess()) is not None:
+            if time.monotonic() < until:
+                time.sleep(pause)
+                pause *= 2
+            elif (guessed := guess()) is not None:
                 keys.guess(guessed, digits)
                 break
             self._claims.wait_for(digits)

@@ -445,6 +445,8 @@ class _Run:
             count = self._meter.make_counter(number, len(dataset))
             # Behind a watch it is 1, if it is given: another process could not be watched.
             num_proc = self._pipeline.num_proc if watch is None and not in_order else None
+            if num_proc == 1:  # `datasets` would start one process, and the operator's state would stay there
+                num_proc = None
             return step.run(dataset, RunOptions(num_proc, str(file), count, fingerprint, watch=watch))
 
         return make
@@ -698,10 +700,16 @@ class _Run:
                 if found.packed:  # the next step would read a copy then: that copy becomes the checkpoint
                     checkpoint.save(self._dataset, source, marks[: found.steps_done], rows)
             for step in planned[found.steps_done :]:
+                state = OperatorState(step.step.hashed, step.step.name)
+                if step.step.kind == "stats":
+                    state.begin()
                 report = self._run_step(step.number, fingerprint_of_key(step.key))
                 rows.append(len(self._dataset))
                 last = step.number + 1 == len(planned)
-                size = checkpoint.save(self._dataset, source, marks[: step.number + 1], rows, pack=last)
+                size = None
+                # A checkpoint has nothing of what statistics leave in the operator for its filter.
+                if not state.has_changed(now=True):
+                    size = checkpoint.save(self._dataset, source, marks[: step.number + 1], rows, pack=last)
                 reports.append(_report(step, False, report.rows_in, report.rows_out, report.seconds, size))
                 self._meter.end(step.number, reports[-1])
             return PipelineResult(self._dataset, reports)

@@ -17,7 +17,7 @@ import datasets
 import pytest
 
 from castore import SharedTurn, Store
-from castore.adapters.datasets import Pipeline, cached_filter, cached_map
+from castore.adapters.datasets import Pipeline, block_runner, cached_filter, cached_map
 from castore.adapters.datasets.block_claims import BlockClaims
 from castore.errors import InvalidValueError
 from castore.remote.folder_bucket import FolderBucket
@@ -118,6 +118,30 @@ def test_nodes_that_run_one_step_at_once_divide_its_blocks(folder: Path) -> None
     assert set(seen(folder)) == set(range(ROWS))
     # The first block of all is claimed too; a block may be run by both where a claim comes a moment too late.
     assert len(seen(folder)) < ROWS * 1.4
+
+
+@pytest.mark.filterwarnings("ignore::castore.errors.CacheWarning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nodes_that_run_a_function_at_once_that_remembers_rows_each_see_all_in_order(
+    folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However long the first block takes, no node guesses from rows that it would have to see again.
+    monkeypatch.setattr(block_runner, "_GUESS_SECONDS", 300.0)
+
+    def run(number: int) -> list[int]:
+        if ranks > 1:
+            os.environ |= {"RANK": f"{number}", "WORLD_SIZE": f"{ranks}"}
+        with Store(folder / f"node{number}", remote="team") as store:
+            return list(cached_map(rows(), numbers_texts(), store=store)["number"])
+
+    first, second = in_processes(2, run, timeout=300)
+    function = numbers_texts()
+    assert first == second == [function(row)["number"] for row in rows()]
+
+
+def numbers_texts() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    numbers: dict[int, int] = {}
+    return lambda row: {"number": numbers.setdefault(row["n"] % 777, len(numbers))}
 
 
 def test_ranks_begin_with_their_own_part_of_the_blocks_and_leave_none(

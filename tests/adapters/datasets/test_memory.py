@@ -290,6 +290,55 @@ def test_what_the_statistics_of_a_filter_have_left_is_there_for_its_filter(
             assert store.delete_many([name for name in store if last in name or BLOCKS_FOLDER in name])
 
 
+@pytest.mark.parametrize("num_proc", [None, 1])
+@pytest.mark.parametrize("keeps", ["use_checkpoint", "nothing"])
+def test_without_blocks_an_operator_in_one_process_remembers_too(
+    store: Store, keeps: str, num_proc: int | None
+) -> None:
+    data = datasets.Dataset.from_dict({"text": ["x" * (n % 50) for n in range(40)]})
+    mode: dict[str, Any] = {"use_checkpoint": True} if keeps == "use_checkpoint" else {"use_cache": False}
+    operators = [counts_in_closure(), Relative()]
+    made = Pipeline(operators, store=store, num_proc=num_proc, **mode).run(data).dataset
+    assert [len(text) for text in made["text"]] == list(range(20, 40))
+    assert made["count"][:] == list(range(21, 41))
+
+
+class Interrupted(Relative):
+    """Ends with an error in its filter, while the file is there."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def process(self, sample: Row) -> bool:
+        if pathlib.Path(self.file).exists():
+            raise OSError("interrupted")
+        return super().process(sample)
+
+
+def test_a_checkpoint_ends_before_statistics_that_leave_something_for_their_filter(
+    store: Store, tmp_path: pathlib.Path
+) -> None:
+    data = datasets.Dataset.from_dict({"text": ["x" * (n % 50) for n in range(40)]})
+    file = tmp_path / "interrupts"
+    file.touch()
+
+    def run() -> Any:
+        return Pipeline([len_of, Interrupted(str(file))], store=store, use_checkpoint=True).run(data)
+
+    with pytest.raises(OSError, match="interrupted"):
+        run()
+    file.unlink()
+    made = run()
+    assert [step.hit for step in made.steps] == [True, False, False]
+    assert made.dataset["length"][:] == list(range(20, 40))
+    assert [step.hit for step in run().steps] == [True, True, True]
+
+
+def len_of(row: Row) -> Row:
+    return {"length": len(row["text"])}
+
+
 @pytest.mark.parametrize("num_proc", [None, 2])
 def test_blocks_of_a_filter_count_by_what_its_statistics_have_left(
     store: Store, num_proc: int | None
