@@ -40,6 +40,8 @@ def check_shard(shard: tuple[int, int]) -> tuple[int, int]:
         index, shards = map(operator.index, shard)
     except (TypeError, ValueError):
         raise InvalidValueError(f"a shard is two numbers, (i, n), not {shard!r}") from None
+    if shards < 1:
+        raise InvalidValueError(f"there is no shard {index} of {shards}: give at least one shard")
     if not 0 <= index < shards:
         raise InvalidValueError(f"there is no shard {index} of {shards}: count from 0 to {shards - 1}")
     return index, shards

@@ -239,6 +239,7 @@ def test_a_function_that_begins_to_remember_once_blocks_were_left_to_others_ends
     ("shard", "remote", "what"),
     [
         ((2, 2), "team", "there is no shard 2 of 2: count from 0 to 1"),
+        ((0, 0), "team", "there is no shard 0 of 0: give at least one shard"),
         ("half", "team", r"a shard is two numbers, \(i, n\), not 'half'"),
         ((0, 2), None, "share a remote: give the store one with remote="),
     ],

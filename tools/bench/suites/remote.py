@@ -445,15 +445,21 @@ class Streamer(AbstractContextManager["Streamer"]):
 
 
 def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
-    samples = bench.size(5000, 500)
-    source, url = bench.work / SAMPLES, storage.url("castore")
+    # What each contestant takes to begin weighs less in a larger set.
+    for samples in (bench.size(5000, 500), bench.size(25_000, 1000)):
+        storage.again()
+        yield from _epochs_of(bench, storage, samples, bench.work / f"{samples}-{SAMPLES}")
+
+
+def _epochs_of(bench: Bench, storage: Storage, samples: int, folder: Path) -> Iterator[Row]:
+    source, url = folder / SAMPLES, storage.url("castore")
     names = corpus.small_files(source, samples, SIZE)
     storage.link.shape(0)
-    with castore.Store(bench.work / "samples.castore") as store:
+    with castore.Store(folder / "samples.castore") as store:
         store.put_many((f"{SAMPLES}/{name}", (source / name).read_bytes()) for name in names)
         store.add_remote(REMOTE, url).push()
     for peer in ("mosaic", "litdata"):
-        packed = bench.work / "packed" / peer
+        packed = folder / "packed" / peer
         python = PROJECT / PEERS / "bin" / "python"
         run("env", "-C", PROJECT, python, "-m", "tools.bench.network_epochs", "pack", peer, source, packed)
         for path in packed.iterdir():
@@ -466,9 +472,9 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
     with ExitStack() as stack:
 
         def streamer(what: str, with_node: bool) -> Streamer:
-            folder = bench.work / what
-            node = stack.enter_context(Node(folder, url)) if with_node else None
-            return stack.enter_context(Streamer(what, samples, folder, node))
+            own = folder / what
+            node = stack.enter_context(Node(own, url)) if with_node else None
+            return stack.enter_context(Streamer(what, samples, own, node))
 
         ways = {
             ours: streamer("castore", True),
@@ -490,7 +496,7 @@ def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
             goals=[Goal(pulled, 1.5, mosaic), Goal(pulled, 1.5, litdata)],
         )
         ways[local] = streamer("castore-local", True)
-        with castore.Store(bench.work / "castore-local" / STORE) as store:
+        with castore.Store(folder / "castore-local" / STORE) as store:
             store.add_remote(REMOTE, url, read_only=True).pull()
         ways[local].start()
         ways[local].epoch()
