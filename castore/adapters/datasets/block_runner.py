@@ -371,7 +371,8 @@ class BlockRun:
             if time.monotonic() < until:
                 time.sleep(pause)
                 pause *= 2
-            elif (guessed := guess()) is not None:
+                continue
+            if (guessed := guess()) is not None:
                 keys.guess(guessed, digits)
                 break
             self._claims.wait_for(digits)
