@@ -445,7 +445,7 @@ class Streamer(AbstractContextManager["Streamer"]):
 
 
 def _epochs(bench: Bench, storage: Storage) -> Iterator[Row]:
-    # What each contestant takes to begin weighs less in a larger set.
+    # The time that each contestant takes to begin weighs less in a larger set.
     for samples in (bench.size(5000, 500), bench.size(25_000, 1000)):
         storage.again()
         yield from _epochs_of(bench, storage, samples, bench.work / f"{samples}-{SAMPLES}")
