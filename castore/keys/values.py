@@ -258,7 +258,9 @@ def _image(encoder: Encoder, value: Any) -> Iterator[Any]:
 def _table_of_pandas(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("object", *object_parts(encoder, value))
     # Pandas keeps accessors (`.str`) beside the attributes that users set.
-    names = sorted(name for name in vars(value) if name[0] != "_" and name not in type(value)._accessors)
+    names = sorted(
+        name for name in vars(value) if not name.startswith("_") and name not in type(value)._accessors
+    )
     if names:
         yield [(name, encoder.part(vars(value)[name], f".{name}")) for name in names]
 

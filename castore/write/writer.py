@@ -199,8 +199,8 @@ class BlobWriter:
         """A blob that the store has already; None if it is missing or damaged.
 
         Args:
-            may_be_away: any bytes will do that readers can have: received ones, or such as are only in a
-                remote. Without it the bytes are the store's own (`Blob.is_own`), for a caller who has them.
+            may_be_away: bytes will do that are received or only in a remote. By default the bytes have to be
+                the store's own (`Blob.is_own`): a caller who has the content writes it otherwise.
         """
         blob = self._index.blob(digest)
         if blob is None or not (blob.is_own or (may_be_away and (blob.is_here or blob.pack == AWAY))):
