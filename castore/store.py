@@ -550,6 +550,21 @@ class Store:
             raise
         return found if default is None else [default if data is None else data for data in found]
 
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Begin to fetch the bytes of names that are only in a remote, and return at once.
+
+        They come in the background, in the order of the names, for readers of any process. A reader need not
+        wait for the names before its own. Give no more than fits into the store's budget: what comes pushes
+        out what was used longest ago. Other names are passed over. An error of the remote is not told here:
+        the reader of such a name gets it.
+
+        Raises:
+            InvalidNameError: nothing can have one of the names.
+            InvalidValueError: ``names`` is one name, or not several.
+            RemoteError: no process that fetches can be started, or this user may not write to the store.
+        """
+        self.source.prefetch([check_name(name) for name in require_several(names, "prefetch")])
+
     def open(self, name: str) -> io.BufferedReader:
         """A seekable file over the bytes of ``name``. It decodes only the frames that are read.
 

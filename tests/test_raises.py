@@ -99,6 +99,10 @@ STORE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
         "InvalidNameError": [lambda s: s.get_many([".."])],
         "InvalidValueError": [lambda s: s.get_many("x"), lambda s: s.get_many(5)],
     },
+    "prefetch": {
+        "InvalidNameError": [lambda s: s.prefetch([".."])],
+        "InvalidValueError": [lambda s: s.prefetch("x"), lambda s: s.prefetch(5)],
+    },
     "open": {"NotFoundError": [lambda s: s.open("no")], "InvalidNameError": [lambda s: s.open("..")]},
     "blob": {"InvalidValueError": [lambda s: s.blob("no")]},
     "open_blob": {
@@ -304,6 +308,14 @@ REMOTE: dict[str, dict[str, list[Callable[[Any], object]]]] = {
             lambda r: r.pull(commit="000000"),
             lambda r: r.pull(prefix="no"),
         ],
+    },
+    "begin_pull": {
+        "InvalidNameError": [
+            lambda r: r.begin_pull(".."),
+            lambda r: r.begin_pull(prefix=".."),
+            lambda r: r.begin_pull(below=".."),
+        ],
+        "InvalidValueError": [lambda r: r.begin_pull(commit="x"), lambda r: r.begin_pull(commit=5)],
     },
     "log": {
         "InvalidNameError": [lambda r: r.log("..")],

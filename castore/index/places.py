@@ -18,9 +18,14 @@ from castore.index.transaction import Write
 from castore.names import below
 from castore.records import AWAY, LOST, Blob
 
-_PLACE = "p.digest, o.remote, o.object, p.offset, p.stored, p.codec, p.frames, b.size"
+_PLACE = "p.digest, o.remote, o.object, p.offset, p.stored, p.codec, p.frames, b.size, p.fetched + 0.0"
 _FROM = "FROM places p JOIN origins o ON o.id = p.origin JOIN blobs b ON b.digest = p.digest"
 _AMONG = f"SELECT {_PLACE} {_FROM} WHERE p.digest IN (%s)"
+_AWAY_AMONG = f"{_AMONG} AND b.pack = {AWAY}"
+_AWAY_NAMES = (
+    "SELECT e.name, e.digest FROM entries e JOIN blobs b ON b.digest = e.digest"
+    f" WHERE e.name IN (SELECT value FROM json_each(?)) AND b.pack = {AWAY}"
+)
 _NEAR = (
     f"SELECT {_PLACE} {_FROM} WHERE p.origin = (SELECT id FROM origins WHERE object = ? AND remote = ?)"
     f" AND p.offset >= ? AND p.offset < ? AND b.pack = {AWAY} ORDER BY p.offset LIMIT ?"
@@ -76,6 +81,7 @@ class RemotePlace(NamedTuple):
         codec: of the stored bytes.
         frames: length and digest of each stored frame, as trees of remotes have them (remote/pages.py).
         size: of the blob, uncompressed.
+        fetched: when its bytes came last, in seconds since the epoch; 0 if they have not come yet.
     """
 
     digest: bytes
@@ -86,6 +92,7 @@ class RemotePlace(NamedTuple):
     codec: str
     frames: bytes
     size: int
+    fetched: float = 0.0
 
 
 class AwayBlobs(NamedTuple):
@@ -104,8 +111,24 @@ class AwayBlobs(NamedTuple):
 
 def of_blobs(index: Index, digests: Sequence[bytes]) -> dict[bytes, RemotePlace]:
     """The places of up to a thousand blobs. Blobs without one are left out."""
-    rows = index.file.rows(_AMONG % ",".join("?" * len(digests)), digests)
+    return _among(index, _AMONG, digests)
+
+
+def of_away_blobs(index: Index, digests: Sequence[bytes]) -> dict[bytes, RemotePlace]:
+    """`of_blobs`, for those whose bytes are away. The order is that of ``digests``."""
+    found = _among(index, _AWAY_AMONG, digests)
+    return {digest: found[digest] for digest in digests if digest in found}
+
+
+def _among(index: Index, sql: str, digests: Sequence[bytes]) -> dict[bytes, RemotePlace]:
+    rows = index.file.rows(sql % ",".join("?" * len(digests)), digests)
     return {row[0]: RemotePlace._make(row) for row in rows}
+
+
+def away_digests(index: Index, names: Sequence[str]) -> list[bytes]:
+    """The digests of names whose bytes are away, in the order of the names, each once."""
+    found = dict(index.file.all(_AWAY_NAMES, (json.dumps(names),)))
+    return list(dict.fromkeys(found[name] for name in names if name in found))
 
 
 def with_folder(index: Index, folder: str) -> set[bytes]:
@@ -158,7 +181,7 @@ def refresh(txn: Write, places: Sequence[RemotePlace]) -> None:
 def _set(txn: Write, places: Mapping[bytes, RemotePlace]) -> None:
     _ADD_ORIGINS.run(txn.db, list({(place.remote, place.object) for place in places.values()}))
     # In the order of the B-tree, so that each of its pages is visited once.
-    _SET_PLACES.run(txn.db, [places[digest][:-1] for digest in sorted(places)])
+    _SET_PLACES.run(txn.db, [places[digest][:7] for digest in sorted(places)])
 
 
 def note_fetched(txn: Write, digests: Iterable[bytes]) -> None:

@@ -61,6 +61,10 @@ class Origin(Protocol):
         """
         ...
 
+    def prefetch(self, digests: Sequence[bytes]) -> None:
+        """Begin to bring blobs, in their order, and return at once."""
+        ...
+
     def describe(self, digest: bytes) -> dict[str, str]:
         """Facts about a blob that is away, for people: where it is, and how much of it is here."""
         ...

@@ -25,6 +25,7 @@ from castore.errors import (
     StoreError,
     TooLargeError,
 )
+from castore.index import places
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.database import Index
 from castore.names import check_name
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("castore")
 
+# Names that are looked up together to be fetched ahead.
+_PREFETCHED = 10_000
 #: Attempts of a reader to find bytes that were moved since it read their row.
 ATTEMPTS = 8
 #: Names remembered at most when there is no RAM tier: about 6 MB.
@@ -267,6 +270,12 @@ class BlobSource:
             FullError, TooLargeError: the store has no room for them.
         """
         self._origin.bring(digests, large=True)
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Begin to bring the bytes of names that are away, in the order of the names."""
+        for start in range(0, len(names), _PREFETCHED):
+            if digests := places.away_digests(self._index, names[start : start + _PREFETCHED]):
+                self._origin.prefetch(digests)
 
     def describe_away(self, digest: bytes) -> dict[str, str]:
         """Facts about a blob that is away, for people."""

@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from castore.errors import (
     CastoreError,
@@ -39,8 +40,9 @@ from castore.errors import (
     TooLargeError,
 )
 from castore.index import places
+from castore.index.places import RemotePlace
 from castore.parts import Parts
-from castore.records import DIGEST_SIZE, EntrySpec
+from castore.records import AWAY, DIGEST_SIZE, EntrySpec
 from castore.remote import marker, page_trim
 from castore.remote.bucket import Patience
 from castore.remote.claims import Claim, Claims
@@ -81,8 +83,10 @@ _CONNECTIONS_AHEAD = 7
 _OFFERS = 4
 # Bytes of neighbouring parts that come in one request.
 _REQUEST_BYTES = 2 << 20
-# Blobs, and their bytes, that are committed together.
-_BATCH, _BATCH_BYTES = 256, 4 << 20
+# Blobs that are committed together at first, for a reader waits, and later; and their bytes at most.
+_FIRST_BATCH, _BATCH, _BATCH_BYTES = 256, 1000, 8 << 20
+# Blobs that are fetched ahead together, and how many such groups are under way.
+_AHEAD_BLOBS, _AHEAD = 1000, 3
 # Bytes, and part of the budget, that are kept between two collections of the store.
 _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
 # Seconds for which a remote that gave no answer is not asked again.
@@ -96,6 +100,7 @@ _CALLS = frozenset(
         "pages",
         "blobs",
         "near_blobs",
+        "prefetch",
         "parts",
         "frames",
         "find_result",
@@ -187,6 +192,25 @@ class _Source:
             raise RemoteUnreachableError(str(none)) from error
 
 
+class _Wanted(NamedTuple):
+    """A blob that is to be fetched.
+
+    Attributes:
+        row: of the tree, or made of the blob's place.
+        is_away: names of the store wait for its bytes. Otherwise somebody reads a mount of the remote.
+        has_come: its bytes have been here before, so somebody may have found them to be damaged.
+    """
+
+    row: Row
+    is_away: bool
+    has_come: bool
+
+    @classmethod
+    def at(cls, place: RemotePlace) -> _Wanted:
+        """A blob that is away."""
+        return cls(row_of(place), is_away=True, has_come=place.fetched > 0)
+
+
 class _Coming:
     """The fetches under way, by key. Each thing is fetched once, however many readers ask for it.
 
@@ -242,6 +266,8 @@ class Fetcher:
         self._looking = threading.Lock()
         self._network = ThreadPoolExecutor(_CONNECTIONS, "network")
         self._work = ThreadPoolExecutor(_WORKERS, "work")
+        self._ahead = ThreadPoolExecutor(_AHEAD, "ahead")
+        self._groups_ahead = 0
         self._offering = ThreadPoolExecutor(_OFFERS, "offers")
         self._offers = Offers(self._offering)
         self._lock = threading.Lock()
@@ -311,13 +337,13 @@ class Fetcher:
             first: how many are waited for.
         """
         source = self._source(remote)
-        by_digest = {row[1]: _row(row) for row in rows}
-        missing = {digest: by_digest[digest] for digest in self._missing(list(by_digest))}
-        _wait(self._begin_blobs(source, missing, [row[1] for row in rows[:first]]))
-
-    def _missing(self, digests: list[bytes]) -> list[bytes]:
-        known = self._parts.index.blobs_of(digests)
-        return [digest for digest in digests if digest not in known or not known[digest].is_here]
+        known = self._parts.index.blobs_of([row[1] for row in rows])
+        wanted = {
+            row[1]: _Wanted(_row(row), row[1] in known and known[row[1]].pack == AWAY, row[1] in known)
+            for row in rows
+            if row[1] not in known or not known[row[1]].is_here
+        }
+        _wait(self._begin_blobs(source, wanted, [row[1] for row in rows[:first]]))
 
     def near_blobs(self, remote: str, digests: list[bytes]) -> None:
         """Have blobs in the store that the index has places of, and begin to fetch those near them.
@@ -328,28 +354,46 @@ class Fetcher:
         """
         source = self._source(remote)
         with self._looking:  # else all workers of a loader look for what lies near at the same time
-            found = {
-                digest: place
-                for digest, place in places.of_blobs(self._parts.index, digests).items()
-                if place.remote == remote
-            }
-            missing = self._missing(digests)
-            away = [found[digest] for digest in missing if digest in found]
+            found = places.of_away_blobs(self._parts.index, digests)
+            away = [place for place in found.values() if place.remote == remote]
             # Those near the others are under way, too.
             near = self._nearby.of([place for place in away if not self._coming.has(place.digest)])
-            rows = {row.digest: row for row in map(row_of, (*away, *near))}
-            futures = self._begin_blobs(source, rows, [place.digest for place in away])
+            wanted = {place.digest: _Wanted.at(place) for place in (*away, *near)}
+            futures = self._begin_blobs(source, wanted, [place.digest for place in away])
         _wait(futures)
 
+    def prefetch(self, digests: list[bytes]) -> None:
+        """Begin to fetch blobs that are away, in that order. The answer comes at once."""
+        groups = range(0, len(digests), _AHEAD_BLOBS)
+        with self._lock:
+            self._groups_ahead += len(groups)
+        for start in groups:
+            self._ahead.submit(self._fetch_ahead, digests[start : start + _AHEAD_BLOBS])
+
+    def _fetch_ahead(self, digests: list[bytes]) -> None:
+        try:
+            by_remote: dict[str, dict[bytes, _Wanted]] = defaultdict(dict)
+            for digest, place in places.of_away_blobs(self._parts.index, digests).items():
+                by_remote[place.remote][digest] = _Wanted.at(place)
+            for remote, wanted in by_remote.items():
+                source = self._source(remote)
+                _, mine = self._coming.claim(wanted, ())
+                own = {digest: wanted[digest] for digest in mine}
+                self._end(mine, partial(source.require, self._fetch_blobs, source, own))
+        except CastoreError as error:  # whoever reads one of them gets the error
+            log.info("not fetched ahead: %s", error)
+        finally:
+            with self._lock:
+                self._groups_ahead -= 1
+
     def _begin_blobs(
-        self, source: _Source, rows: dict[bytes, Row], waited: list[bytes]
+        self, source: _Source, wanted: dict[bytes, _Wanted], waited: list[bytes]
     ) -> list[Future[None]]:
         def begin(mine: list[bytes]) -> None:
-            wanted = {digest: rows[digest] for digest in mine}
-            work = partial(source.require, self._fetch_blobs, source, wanted)
-            self._work.submit(self._end, mine, work)
+            own = {digest: wanted[digest] for digest in mine}
+            self._work.submit(self._end, mine, partial(source.require, self._fetch_blobs, source, own))
 
-        return self._begin(rows, waited, begin)
+        return self._begin(wanted, waited, begin)
 
     def parts(self, remote: str, digest: bytes, parts: list[list[Any]], first: int) -> None:
         """Have parts of an object in the store. The answer comes when the first ones are there.
@@ -488,9 +532,9 @@ class Fetcher:
         return self.id, left, failure
 
     @property
-    def is_offering(self) -> bool:
-        """Whether offers are under way."""
-        return self._offers.is_busy
+    def is_busy(self) -> bool:
+        """Whether work is under way for which nobody waits."""
+        return self._groups_ahead > 0 or self._offers.is_busy
 
     def _results(self, source: _Source) -> ResultSharing:
         return ResultSharing(
@@ -523,18 +567,20 @@ class Fetcher:
     def _fetch_page(self, source: _Source, digest: bytes) -> None:
         source.require(source.pages.load, digest)
 
-    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, Row]) -> None:
-        batch: list[tuple[str, Staged]] = []
-        size = 0
+    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, _Wanted]) -> None:
+        batch: list[tuple[_Wanted, Staged]] = []
+        size, limit = 0, _FIRST_BATCH
         # A damaged blob is no reason to refuse its neighbours.
         blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_loss)
+        rows = {digest: each.row for digest, each in wanted.items()}
+        unread = {digest for digest, each in wanted.items() if not each.has_come}
         try:
-            with closing(blobs.staged(wanted)) as coming:
+            with closing(blobs.staged(rows, left_to_readers=unread)) as coming:
                 for row, staged in coming:
-                    batch.append((blob_name(row.digest), staged))
+                    batch.append((wanted[row.digest], staged))
                     size += row.place.stored
-                    if len(batch) >= _BATCH or size >= _BATCH_BYTES:
-                        ready, batch, size = batch, [], 0
+                    if len(batch) >= limit or size >= _BATCH_BYTES:
+                        ready, batch, size, limit = batch, [], 0, _BATCH
                         self._keep(ready)
                         self._coming.end([staged.digest for _, staged in ready])
             self._keep(batch)
@@ -542,6 +588,12 @@ class Fetcher:
             for _, staged in batch:
                 staged.discard()
             raise
+
+    def _keep(self, batch: Sequence[tuple[_Wanted, Staged]]) -> None:
+        named = [
+            (_nameless(blob_name(staged.digest)), staged) for wanted, staged in batch if not wanted.is_away
+        ]
+        self._commit(named, [staged for wanted, staged in batch if wanted.is_away])
 
     def _tell_of_loss(self, row: Row, error: CorruptError | RemoteMissingError) -> None:
         if isinstance(error, RemoteMissingError):
@@ -563,26 +615,15 @@ class Fetcher:
             coming.append((name, stored))
         stage = partial(self._parts.writer.stage, codec="none", level=None)
         try:
-            self._keep([(name, stage(stored)) for name, stored in coming])
+            self._commit([(_nameless(name), stage(stored)) for name, stored in coming])
         except Vanished:  # equal bytes that the store had were evicted in order to make room
-            self._keep([(name, stage(stored, reuse=False)) for name, stored in coming])
-
-    def _keep(self, batch: list[tuple[str, Staged]]) -> None:
-        if not batch:
-            return
-        away = places.of_blobs(self._parts.index, [staged.digest for _, staged in batch])
-        wanted = [staged for _, staged in batch if staged.digest in away]  # by names of the store itself
-        specs = [
-            (EntrySpec(name, "bytes", None, None, False), staged)
-            for name, staged in batch
-            if staged.digest not in away
-        ]
-        self._commit(specs, wanted)
+            self._commit([(_nameless(name), stage(stored, reuse=False)) for name, stored in coming])
 
     def _commit(self, specs: Sequence[tuple[EntrySpec, Staged]], restored: Sequence[Staged] = ()) -> None:
         with self._commit_lock:  # else all threads would find the same room within the budget
             self._parts.writer.restore(restored)
-            self._parts.writer.name(specs)
+            if specs:
+                self._parts.writer.name(specs)
             self._kept += sum(staged.stored for staged in (*restored, *(staged for _, staged in specs)))
             budget = self._parts.settings.max_size
             is_due = budget is not None and self._kept > max(_TIDY_BYTES, budget * _TIDY_SHARE)
@@ -604,7 +645,7 @@ class Fetcher:
 
     def close(self) -> None:
         """End what is under way, and close the store."""
-        for pool in (self._work, self._offering, self._network):
+        for pool in (self._ahead, self._work, self._offering, self._network):
             pool.shutdown(wait=False, cancel_futures=True)
         self._parts.close()
 
@@ -612,6 +653,11 @@ class Fetcher:
 def _wait(futures: Iterable[Future[None]]) -> None:
     for future in futures:
         future.result()
+
+
+def _nameless(name: str) -> EntrySpec:
+    """The entry of bytes that readers of a remote keep, under a name that no listing shows."""
+    return EntrySpec(name, "bytes", None, None, False)
 
 
 def _row(fields: list[Any]) -> Row:
@@ -695,7 +741,7 @@ class _Server:
             if self._path.stat().st_ino == self._inode:
                 with self._lock:
                     is_idle = not self._active and time.monotonic() > self._until
-                return is_idle and not self._fetcher.is_offering
+                return is_idle and not self._fetcher.is_busy
         return True
 
     def _answer(self, connection: socket.socket) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from castore.errors import RemoteError, RemoteUnreachableError
 from castore.remote.error_values import rebuild
 from castore.remote.messages import SOCKET, receive, send
+from castore.system.forks import block_forks
 from castore.system.local_sockets import address
 from castore.units import parse_duration
 
@@ -179,14 +180,16 @@ class FetcherClient:
         raise RemoteError(f"no process that fetches for {self._store} starts; is the store in order?")
 
     def _start(self) -> None:
+        # A child of another thread's fork would hold a pipe open that `Popen` reads to its end.
+        with block_forks():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "castore.remote.fetcher", os.fspath(self._store)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+            )
         # The process forks at once and ends, so no child of this one is left.
-        subprocess.run(
-            [sys.executable, "-m", "castore.remote.fetcher", os.fspath(self._store)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
-            check=False,
-        )
+        process.wait()

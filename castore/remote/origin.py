@@ -32,8 +32,8 @@ from castore.system.ram_cache import MemoryLRU
 
 log = logging.getLogger("castore")
 
-# Blobs asked for at once.
-_BATCH = 500
+# Blobs asked for at once, and those named in one request that nobody waits for.
+_BATCH, _PREFETCHED = 500, 100_000
 
 
 class RemoteOrigin:
@@ -62,6 +62,12 @@ class RemoteOrigin:
                 self._fetch(remote, [place.digest for place in wanted])
                 drop_parts(self._parts.index, [row_of(place).place for place in wanted])
 
+    def prefetch(self, digests: Sequence[bytes]) -> None:
+        """See `Origin`."""
+        self._require_writable("a remote")
+        for start in range(0, len(digests), _PREFETCHED):
+            self._fetcher.call("prefetch", digests=digests[start : start + _PREFETCHED])
+
     def describe(self, digest: bytes) -> dict[str, str]:
         """See `Origin`."""
         place = places.of_blobs(self._parts.index, [digest]).get(digest)
@@ -81,7 +87,7 @@ class RemoteOrigin:
             with suppress(*NOT_KEPT):
                 self.bring([blob.digest], large=False)
                 return None
-        self._require_writable(place.remote)
+        self._require_writable(f"remote {place.remote!r}")
         ahead = self._background.submit
         return LazyReader(self._parts, self._fetcher, ahead, place.remote, row_of(place), cache, self._room)
 
@@ -92,7 +98,7 @@ class RemoteOrigin:
         return place
 
     def _fetch(self, remote: str, digests: list[bytes]) -> None:
-        self._require_writable(remote)
+        self._require_writable(f"remote {remote!r}")
         try:
             with _misses(remote):
                 self._fetcher.call("near_blobs", remote=remote, digests=digests)
@@ -100,12 +106,12 @@ class RemoteOrigin:
             self._room.note(error)
             raise
 
-    def _require_writable(self, remote: str) -> None:
+    def _require_writable(self, where: str) -> None:
         try:
             self._parts.index.require_writable()
         except StoreError as error:
             raise RemoteError(
-                f"bytes that are only in remote {remote!r} cannot be kept: {error};"
+                f"bytes that are only in {where} cannot be kept: {error};"
                 " a user who may write to the store can read them"
             ) from error
 

@@ -401,7 +401,12 @@ def _name(
     for start in range(0, len(plan.agreed), _COMMIT):
         agreed = {row.digest: _remote_place(remote, row) for row in plan.agreed[start : start + _COMMIT]}
         known = places.of_blobs(parts.index, list(agreed))
-        if moved := [place for digest, place in agreed.items() if known.get(digest) != place]:
+        moved = [
+            place
+            for digest, place in agreed.items()
+            if digest not in known or known[digest]._replace(fetched=0.0) != place
+        ]
+        if moved:
             with parts.index.write() as txn:
                 places.refresh(txn, moved)
             lock_yield.pause_if_due()

@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -40,6 +42,7 @@ from castore.remote.outcomes import (
     Warmed,
 )
 from castore.remote.remotes import Remotes, RemoteSettings
+from castore.system.forks import block_forks
 from castore.system.job_rank import check_shard
 from castore.units import as_whole, parse_duration
 
@@ -193,6 +196,50 @@ class Remote:
             InvalidValueError: ``commit`` is not 6 or more hex digits.
             FullError: they do not fit into the budget or onto the disk.
         """
+        arguments = self._pull_arguments(ref, commit, prefix, below, replace, lazy)
+        return Pulled(**self._call("pull", arguments, progress))
+
+    def begin_pull(
+        self,
+        ref: str = "main",
+        *,
+        commit: str | None = None,
+        prefix: str = "",
+        below: str = "",
+        replace: bool = False,
+        lazy: bool = False,
+    ) -> Future[Pulled]:
+        """Begin a `pull`, and go on with it in the background. Names come in their order, with their bytes.
+
+        `castore.adapters.torch.WindowSampler` reads an epoch behind it. The pull ends early if this process
+        ends, and the next one goes on with it.
+
+        Args:
+            ref, commit, prefix, below, replace, lazy: as for `pull`.
+
+        Returns:
+            A future of the outcome. It raises what `pull` would raise, and cannot be cancelled.
+
+        Raises:
+            InvalidNameError, InvalidValueError: as for `pull`, at once.
+        """
+        arguments = self._pull_arguments(ref, commit, prefix, below, replace, lazy)
+        future: Future[Pulled] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(Pulled(**self._call("pull", arguments)))
+            except BaseException as error:  # noqa: BLE001 (the future raises it)
+                future.set_exception(error)
+
+        # A daemon, so that a program can end before its pull does.
+        threading.Thread(target=run, name="castore-pull", daemon=True).start()
+        return future
+
+    def _pull_arguments(
+        self, ref: str, commit: str | None, prefix: str, below: str, replace: bool, lazy: bool
+    ) -> dict[str, Any]:
         known = Remotes(self._parts.path, self._parts.settings)
         arguments: dict[str, Any] = {
             "ref": check_ref(ref), "start": _check_commit(commit), "prefix": check_prefix(prefix),
@@ -200,7 +247,7 @@ class Remote:
             "is_first": commit is None and ref not in known.refs(self.name),
         }  # fmt: skip
         self._parts.index.require_writable()
-        return Pulled(**self._call("pull", arguments, progress))
+        return arguments
 
     def prepare(self) -> list[str]:
         """Make the place a remote, if it is none yet, and find out by trying what it can do.
@@ -471,22 +518,24 @@ class Remote:
             "requests": self.settings.requests, "rate": self.settings.rate, "call": call,
             "arguments": arguments,
         }  # fmt: skip
-        reading, writing = os.pipe()
-        command = [sys.executable, "-c", _PROGRAM, str(writing)]
         outcome: dict[str, Any] | None = None
         with ExitStack() as opened:
             # A terminal's Ctrl-C reaches the new process too, which inherits the mask: this process ends it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             opened.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
-            answers = opened.enter_context(open(reading, "rb"))
-            try:
-                process = opened.enter_context(
-                    subprocess.Popen(
-                        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(writing,)
+            # A child of another thread's fork would hold the pipes open, and this thread would wait for it.
+            with block_forks():
+                reading, writing = os.pipe()
+                answers = opened.enter_context(open(reading, "rb"))
+                command = [sys.executable, "-c", _PROGRAM, str(writing)]
+                try:
+                    process = opened.enter_context(
+                        subprocess.Popen(
+                            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(writing,)
+                        )
                     )
-                )
-            finally:
-                os.close(writing)
+                finally:
+                    os.close(writing)
             assert process.stdin is not None
             try:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -56,9 +56,10 @@ _instances: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 def block_forks() -> Any:
     """Return the calling thread's re-entrant lock. While a thread holds its lock, no other thread can fork.
 
-    Use the lock around calls into SQLite outside of write transactions. When the lock is released, no C call
-    may be running, no cursor may be left to the garbage collector, and no transaction may be open. Code that
-    holds the lock must not wait for another thread.
+    Use the lock around calls into SQLite outside of write transactions, and where a process is started whose
+    pipes no other child may inherit. When the lock is released, no C call may be running, no cursor may be
+    left to the garbage collector, and no transaction may be open. Code that holds the lock must not wait for
+    another thread.
     """
     try:
         lock = _thread_state.lock

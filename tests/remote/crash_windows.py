@@ -509,7 +509,8 @@ def _says_goodbye(folder: Folder) -> dict[str, Any]:
 def _fetch(folder: Folder, batch: int = 2) -> None:
     """Be the fetcher of the second store."""
     sys.argv = ["fetcher", str(folder / "two")]
-    fetcher._BATCH, fetcher.DONE_SECONDS = batch, 0.0
+    fetcher._FIRST_BATCH = fetcher._BATCH = batch
+    fetcher.DONE_SECONDS = 0.0
     # The fetcher forks to let its starter go on. This process was forked already, and the test waits for it.
     os.fork = lambda: 0
     fetcher.main()

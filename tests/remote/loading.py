@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch.utils.data
 
 from castore import Store
+from castore.adapters.torch import WindowSampler
 from tests.helpers import noise, text
 
 #: In packs, of their own, and in parts.
@@ -63,6 +64,22 @@ def _read(dataset: OfStore, method: str) -> None:
     assert os.getpid() not in processes
 
 
+def _read_behind_a_pull(path: Path, url: str, method: str) -> None:
+    """Read an epoch on a new node, in workers that start while a pull is under way."""
+    with Store(path, memory=0) as store:
+        pull = store.add_remote("team", url, read_only=True).begin_pull()
+        dataset = OfStore(store)
+        loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=WindowSampler(store, dataset.names, window=5, pull=pull),
+            num_workers=1 if method == "spawn" else 2,
+            multiprocessing_context=multiprocessing.get_context(method),
+        )
+        assert {name: data for name, data, _ in loader} == CONTENTS, method
+        assert pull.result(60).added == len(CONTENTS)
+
+
 def main(folder: Path, url: str) -> None:
     """Use the remote in every way, then train."""
     multiprocessing.set_forkserver_preload(["torch.utils.data"])
@@ -77,6 +94,8 @@ def main(folder: Path, url: str) -> None:
             before = two.stat().remotes.received
             _read(OfStore(two), method)
             assert two.stat().remotes.received > before, "the workers have fetched nothing"
+        for method in METHODS:
+            _read_behind_a_pull(folder / f"three {method}", url, method)
         one.put("after", b"1")
         assert one.push(to="team").added == 1
     assert "obstore" not in sys.modules

@@ -1,4 +1,4 @@
-"""Bytes of a pull are compared with the tree when they come, and with their digest when they are read."""
+"""Bytes of a remote are compared with the tree when they come, and with their digest when they are read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+import castore_fuse
 from castore import Store
 from castore.errors import CorruptError
 from castore.gc.compaction import compact
@@ -17,8 +18,10 @@ from castore.remote.bucket import Bucket
 from castore.remote.pages import Row
 from castore.remote.tree import Tree
 from castore.repair import doctor
-from tests.helpers import agrees_with_disk, text
+from tests.helpers import agrees_with_disk, flip, text
+from tests.mount.conftest import until
 from tests.remote.conftest import MakeNode, Node
+from tests.remote.nodes import node as node_of
 from tests.remote.nodes import put_tree
 
 RIGHT, OTHER = text(3000, 1), text(3000, 2)
@@ -150,3 +153,50 @@ def test_verify_finds_what_lies(lied_to: Node) -> None:
     [bad] = lied_to.store.verify().bad
     assert bad.names == ["b"]
     assert lied_to.store.verify(repair=True).dropped == ["b"]
+
+
+def test_a_lazy_read_of_a_lie_is_a_miss_and_the_next_one_too(
+    lied_to: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with node_of(tmp_path / "three", lied_to.bucket.url, memory=0) as three:
+        three.pull("evil", remote="team", lazy=True)
+        assert three.get("a") == text(3000, 3)
+        assert not blob_of(three, "a").is_own
+        for _ in range(3):
+            assert three.get("b") is None
+        assert "the bytes do not have the" in caplog.text
+        three.prefetch(["b"])
+        assert three.get_many(["a", "b"]) == [text(3000, 3), None]
+        three.put("new", RIGHT)
+        assert three.get("b") == RIGHT
+
+
+def test_what_came_for_a_reader_and_was_damaged_is_compared_when_it_comes_again(
+    node: MakeNode, tmp_path: Path
+) -> None:
+    one = node("one")
+    one.store.put_many((f"{number}", text(3000, number)) for number in range(3))
+    one.push()
+    with node_of(tmp_path / "three", one.bucket.url, memory=0) as three:
+        three.pull("main", remote="team", lazy=True)
+        three.prefetch(["0", "1", "2"])
+        until(lambda: three.stat().away.blobs == 0)
+        received = blob_of(three, "0")
+        assert not received.is_own
+        flip(three.objects.packs.path(received.pack), received.offset + 10)
+        assert three.get("0") == text(3000, 0)
+        assert blob_of(three, "0").is_own
+        agrees_with_disk(three)
+
+
+def test_a_mount_serves_no_lie(lied_to: Node, tmp_path: Path) -> None:
+    with (
+        node_of(tmp_path / "three", lied_to.bucket.url) as three,
+        castore_fuse.mounted(three.path, tmp_path / "mnt", remote="team", ref="evil") as root,
+    ):
+        assert (root / "a").read_bytes() == text(3000, 3)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                (root / "b").read_bytes()
+        three.put("new", RIGHT)
+        assert three.get("new") == RIGHT

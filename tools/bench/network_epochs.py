@@ -112,6 +112,19 @@ def _castore_pulled(folder: Path, samples: int, options: dict[str, Any]) -> Iter
     yield _shuffled(Names(folder / STORE, samples), options)
 
 
+@contextmanager
+def _castore_streamed(folder: Path, samples: int, options: dict[str, Any]) -> Iterator[Any]:
+    """A store whose names and bytes come while the epoch is read."""
+    import castore
+    from castore.adapters.torch import WindowSampler
+
+    with castore.Store(folder / STORE, memory=0) as store:
+        dataset = Names(folder / STORE, samples)
+        pull = store.remote(REMOTE).begin_pull()
+        sampler = WindowSampler(store, dataset.names, pull=pull, seed=_SEED)
+        yield DataLoader(dataset, sampler=sampler, **options)
+
+
 def _shuffled(dataset: Dataset[torch.Tensor], options: dict[str, Any]) -> Any:
     return DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(_SEED), **options)
 
@@ -199,6 +212,7 @@ CONTESTANTS: dict[str, Callable[[Path, int, dict[str, Any]], Any]] = {
     "castore": _castore,
     "castore-lazy": _castore_lazy,
     "castore-pulled": _castore_pulled,
+    "castore-streamed": _castore_streamed,
     "castore-local": _castore_local,
     "mosaic": _mosaic,
     "litdata": _litdata,
@@ -232,9 +246,10 @@ def _import(contestant: str) -> None:
     elif contestant == "litdata":
         import litdata  # noqa: F401
     else:
+        import castore.adapters.torch
         import castore_fuse
 
-        _ = castore_fuse.mounted  # imported on first use
+        _ = castore_fuse.mounted, castore.adapters.torch.WindowSampler  # imported on first use
 
 
 def _read(loader: Any, samples: int) -> None:
