@@ -376,15 +376,16 @@ class Fetcher:
             for digest, place in places.of_away_blobs(self._parts.index, digests).items():
                 by_remote[place.remote][digest] = _Wanted.at(place)
             for remote, wanted in by_remote.items():
-                source = self._source(remote)
                 _, mine = self._coming.claim(wanted, ())
                 own = {digest: wanted[digest] for digest in mine}
-                self._end(mine, partial(source.require, self._fetch_blobs, source, own))
-        except CastoreError as error:  # whoever reads one of them gets the error
-            log.info("not fetched ahead: %s", error)
+                self._end(mine, partial(self._fetch_from, remote, own))  # whoever reads one gets its error
         finally:
             with self._lock:
                 self._groups_ahead -= 1
+
+    def _fetch_from(self, remote: str, wanted: dict[bytes, _Wanted]) -> None:
+        source = self._source(remote)
+        source.require(self._fetch_blobs, source, wanted)
 
     def _begin_blobs(
         self, source: _Source, wanted: dict[bytes, _Wanted], waited: list[bytes]
