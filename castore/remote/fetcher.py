@@ -6,8 +6,9 @@ in the store, where the readers find them. The first request starts the fetcher 
 seconds after the last request, and may be killed at any time: the next reader starts another, and asks again.
 
 The fetcher trusts its readers as little as the remote: bytes are kept under the digest that they were checked
-against. The fetcher writes to a remote in one case: the results of computations that a reader offers
-(result_sharing.py). Must never: move a ref, or fork once it serves.
+against, and small ones that come for the first time in received packs, which vouch for no digest. The fetcher
+writes to a remote in one case: the results of computations that a reader offers (result_sharing.py). Must
+never: move a ref, or fork once it serves.
 """
 
 from __future__ import annotations
