@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from castore.read.open_blob import OpenBlob
     from castore.records import Blob, Buffer, Entry, Found, Mount, Totals
     from castore.remote.outcomes import (
+        BackgroundPull,
         Checked,
         Progress,
         Pulled,
@@ -77,6 +78,7 @@ __all__ = [
     "NEVER",
     "UNLIMITED",
     "AwayBlobs",
+    "BackgroundPull",
     "Batch",
     "Blob",
     "Buffer",
@@ -163,6 +165,7 @@ _MODULES = {
     "PrefixSize": "index.figures",
     "Checked": "remote.outcomes",
     "Progress": "remote.outcomes",
+    "BackgroundPull": "remote.outcomes",
     "Pulled": "remote.outcomes",
     "Pushed": "remote.outcomes",
     "Remote": "remote.remote",

@@ -458,6 +458,8 @@ class Write:
             blob,
         ).rowcount
         if moved:
+            if blob.size != before[0]:  # a remote's tree had lied
+                self._resize_entries(blob)
             self._unique += blob.size - before[0]
             self._stored += blob.stored - before[1]
             self._count_dead(*before[1:])
@@ -466,6 +468,13 @@ class Write:
             if checksums is not None:
                 self._keep_checksums(blob.digest, checksums)
         return moved == 1
+
+    def _resize_entries(self, blob: Blob) -> None:
+        """Correct the size that entries have for a blob. Reads all entries."""
+        sql = "SELECT count(*), coalesce(sum(CAST(size AS INTEGER)), 0) FROM entries WHERE digest = ?"
+        names, logical = self.db.execute(sql, (blob.digest,)).fetchone()
+        self.db.execute("UPDATE entries SET size = ?2 WHERE digest = ?1", blob[:2])
+        self._logical += names * blob.size - logical
 
     def bring_blobs(self, blobs: Sequence[Blob], known: Mapping[bytes, Blob]) -> None:
         """`move_blob` for many blobs that are away, and whose bytes lie in registered packs now.

@@ -418,13 +418,13 @@ class BlobSource:
         tries again.
 
         Returns:
-            True if the blob can be read all the same: only the row was at fault, and is corrected now, or a
-            remote has the bytes.
+            True if it is worth another look at the row: only the row was at fault, and is corrected now, a
+            remote has the bytes, or somebody else has seen to it.
         """
         self.memory.discard(blob.digest)
         if blob.pack == AWAY:
             return False  # the parts of it that are here were set aside when they were read
-        return self._record_loss(blob, is_in_place=lambda: False) in (Fault.ROW, Fault.AWAY)
+        return self._record_loss(blob, is_in_place=lambda: False) is not Fault.OBJECT
 
     def _record_loss(self, blob: Blob, is_in_place: Callable[[], bool]) -> Fault:
         # The objects of a store that was moved are missing at their paths, and are not damaged.

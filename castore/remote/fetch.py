@@ -130,6 +130,7 @@ class BlobFetcher:
         self._pool = pool
         self.fetched = 0
         self.in_parts: list[Place] = []
+        self._lost_dictionaries: dict[int, str] = {}
 
     def staged(
         self, wanted: Mapping[bytes, Row], *, left_to_readers: Container[bytes] = ()
@@ -363,7 +364,13 @@ class BlobFetcher:
         """A dictionary, which is in the store then."""
         dictionaries = self._parts.objects.dictionaries
         if not dictionaries.has(number):
-            data = self._bucket.get(dictionary_key(number)).data
+            if number in self._lost_dictionaries:  # many blobs need it, and one request is enough
+                raise RemoteMissingError(self._lost_dictionaries[number])
+            try:
+                data = self._bucket.get(dictionary_key(number)).data
+            except RemoteMissingError as error:
+                self._lost_dictionaries[number] = str(error)
+                raise
             if derive_number(data) != number:
                 raise CorruptError(f"dictionary {number:08x} in {self._bucket.url} is damaged")
             with self._parts.index.write():  # under the write lock, as a trained one

@@ -90,6 +90,8 @@ _FIRST_BATCH, _BATCH, _BATCH_BYTES = 256, 1000, 8 << 20
 _AHEAD_BLOBS, _AHEAD = 1000, 3
 # Bytes, and part of the budget, that are kept between two collections of the store.
 _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
+# Seconds for which a remote counts as there, where objects are missing.
+_SEEN_SECONDS = 1.0
 # Seconds for which a remote that gave no answer is not asked again.
 _DOWN_SECONDS = 5.0
 _BACKLOG = 128
@@ -147,6 +149,7 @@ class _Source:
         self._down_seconds = down_seconds
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
+        self._seen = -_SEEN_SECONDS
         self._answered = 0.0
         self._lock = threading.Lock()
         #: Whether the place is known to be a remote.
@@ -176,7 +179,7 @@ class _Source:
         try:
             done = work(*arguments)
         except RemoteMissingError as error:
-            self._require_remote(error)
+            self.require_remote(error)
             raise
         except RemoteUnreachableError as error:
             if self._answered < began:
@@ -185,12 +188,19 @@ class _Source:
         self._answered = time.monotonic()
         return done
 
-    def _require_remote(self, error: RemoteMissingError) -> None:
-        """Check that an object is missing, and not all of them: a file system may not be mounted."""
+    def require_remote(self, error: RemoteMissingError) -> None:
+        """Check that an object is missing, and not all of them: a file system may not be mounted.
+
+        Raises:
+            RemoteUnreachableError: the place is no remote any more.
+        """
+        if time.monotonic() < self._seen + _SEEN_SECONDS:
+            return  # a lost pack has a thousand blobs
         try:
             marker.check(self.bucket)
         except RemoteMissingError as none:
             raise RemoteUnreachableError(str(none)) from error
+        self._seen = time.monotonic()
 
 
 class _Wanted(NamedTuple):
@@ -572,8 +582,8 @@ class Fetcher:
     def _fetch_blobs(self, source: _Source, wanted: dict[bytes, _Wanted]) -> None:
         batch: list[tuple[_Wanted, Staged]] = []
         size, limit = 0, _FIRST_BATCH
-        # A damaged blob is no reason to refuse its neighbours.
-        blobs = BlobFetcher(self._parts, source.bucket, self._network, self._tell_of_loss)
+        # A blob that is damaged or gone is no reason to refuse its neighbours.
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, partial(self._tell_of_loss, source))
         rows = {digest: each.row for digest, each in wanted.items()}
         unread = {digest for digest, each in wanted.items() if not each.has_come}
         try:
@@ -597,9 +607,9 @@ class Fetcher:
         ]
         self._commit(named, [staged for wanted, staged in batch if wanted.is_away])
 
-    def _tell_of_loss(self, row: Row, error: CorruptError | RemoteMissingError) -> None:
+    def _tell_of_loss(self, source: _Source, row: Row, error: CorruptError | RemoteMissingError) -> None:
         if isinstance(error, RemoteMissingError):
-            raise error  # perhaps nothing is there: `_Source.require` looks
+            source.require_remote(error)
         self._coming.end([row.digest], error)
 
     def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:

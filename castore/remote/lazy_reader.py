@@ -150,7 +150,11 @@ class LazyReader:
             if whole:
                 hasher.update(frame)
             yield frame
-        if whole and hasher.digest() != self.blob.digest:
+        if whole:
+            self._require_digest(hasher.digest())
+
+    def _require_digest(self, digest: bytes) -> None:
+        if digest != self.blob.digest:
             raise CorruptError(
                 f"{self._name!r} in remote {self._remote!r} is another blob than its tree says",
                 digest=self.blob.digest.hex(),
@@ -188,7 +192,10 @@ class LazyReader:
         if self._is_in_parts:
             with suppress(*NOT_KEPT):
                 return self._load_kept(index)
-        return self._unkept.load(index)
+        frame = self._unkept.load(index)
+        if self.frames == 1:
+            self._require_digest(blake3(frame).digest())
+        return frame
 
     def _load_kept(self, index: int) -> bytes:
         number = self._division.part_of(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
 Progress = Callable[[int, int], object]
@@ -67,6 +68,21 @@ class RemoteCollected(NamedTuple):
     condemned: int
     size: int
     until: float | None
+
+
+class BackgroundPull(Future["Pulled"]):
+    """A pull that is under way: a future of its outcome. `Remote.begin_pull` makes it.
+
+    The future is for the process that began the pull: in a forked child it never ends.
+
+    Attributes:
+        is_first: whether the store had no name at or below the prefix when it began. A name that is there now
+            has come with this pull then. In another store the name may still have the bytes of before.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
 
 
 class Pulled(NamedTuple):

@@ -33,6 +33,11 @@ PACKED_LIMIT = 1 << 20
 
 _MAGIC = b"castore page 1\r\n"
 _LARGEST = 1 << 62
+# The digest of no bytes. Nobody reads an empty file, so nothing else would compare it.
+_EMPTY = blake3(b"").digest()
+# Offsets that no pack reaches; and what a seek table takes at most, in all and for a frame.
+_FARTHEST = 1 << 40
+_TABLE_BYTES, _TABLE_ROW = 4096, 64
 _CODEC_IDS = ("zstd", "lz4", "gzip", "none")  # a name's place is a number in pages
 _LEAF = ("names", "digests", "sizes", "serializers", "metadata", "created", "expires")
 _PLACES = ("objects", "which", "offsets", "stored", "codecs", "frames")
@@ -236,6 +241,8 @@ def _rows(columns: dict[str, Any]) -> list[Row]:
         place = Place(cut[which], offset, stored, _CODEC_IDS[codec], frames[at:end])
         _check_place(place)
         digest = digests[digest_at : digest_at + DIGEST_SIZE]
+        if (size == 0) != (digest == _EMPTY):
+            raise ValueError("a size is not that of its blob")
         rows.append(Row(name, digest, size, serializer, metadata, created, expires, place))
         at, digest_at = end, digest_at + DIGEST_SIZE
     if at != len(frames):
@@ -251,8 +258,12 @@ def _check_place(place: Place) -> None:
         total = sum(length for length, _ in FRAME.iter_unpack(frames))
     if place.offset and place.stored > PACKED_LIMIT:
         raise ValueError("a blob is too large for a pack")
+    if place.offset > _FARTHEST:
+        raise ValueError("a blob lies farther than any pack reaches")
     if total > place.stored:
         raise ValueError("frames are longer than their object")
+    if place.stored - total > _TABLE_BYTES + _TABLE_ROW * (len(frames) // FRAME.size):
+        raise ValueError("an object is longer than its frames and a seek table")
 
 
 def _check_metadata(text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from operator import itemgetter
@@ -28,7 +28,7 @@ from castore.index.places import RemotePlace
 from castore.index.transaction import Write
 from castore.names import FilesAbove, check_name
 from castore.parts import Parts
-from castore.records import LOOSE, LOST, Blob, EntrySpec
+from castore.records import AWAY, LOOSE, Blob, EntrySpec
 from castore.remote import commits, marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
@@ -477,12 +477,12 @@ class _Fetch:
         names: dict[bytes, list[tuple[str, Row]]] = defaultdict(list)
         for name, row in plan.rows:
             names[row.digest].append((name, row))
-        known, lost = self._known(list(names))
+        known, doubtful = self._known({digest: pairs[0][1] for digest, pairs in names.items()})
         rows = plan.rows
         self._restore([row for row in plan.agreed if row.digest not in names])
         self._commit([(pair, known[pair[1].digest]) for pair in rows if pair[1].digest in known])
         wanted = {digest: pairs[0][1] for digest, pairs in names.items() if digest not in known}
-        sound = wanted.keys() - lost
+        sound = wanted.keys() - doubtful
         total = sum(row.place.stored for row in wanted.values())
         done = 0
         staged: list[tuple[tuple[str, Row], Staged]] = []
@@ -523,8 +523,9 @@ class _Fetch:
 
     def _restore(self, rows: list[Row]) -> None:
         """Have the bytes of names that the store has already: those that are away."""
-        known, _ = self._known([row.digest for row in rows])
-        wanted = {row.digest: row for row in rows if row.digest not in known}
+        agreed = {row.digest: row for row in rows}
+        known, _ = self._known(agreed)
+        wanted = {digest: row for digest, row in agreed.items() if digest not in known}
         total, done = sum(row.place.stored for row in wanted.values()), 0
         batch: list[Staged] = []
         with ExitStack() as undo, closing(self._blobs.staged(wanted)) as coming:
@@ -540,17 +541,24 @@ class _Fetch:
                     self._committed = time.monotonic()
             self._parts.writer.restore(batch)
 
-    def _known(self, digests: list[bytes]) -> tuple[dict[bytes, Staged], set[bytes]]:
-        """The blobs that are here, and the digests of those that were here and turned out to be damaged."""
+    def _known(self, rows: Mapping[bytes, Row]) -> tuple[dict[bytes, Staged], set[bytes]]:
+        """The blobs of rows that are here, and the digests of those whose content the pull itself compares:
+        they were here, and may have turned out to be damaged, or two trees give them two sizes.
+        """
         known: dict[bytes, Staged] = {}
-        lost: set[bytes] = set()
+        doubtful: set[bytes] = set()
+        digests = list(rows)
         for start in range(0, len(digests), _DIGESTS):
-            for digest, blob in self._parts.index.blobs_of(digests[start : start + _DIGESTS]).items():
-                if blob.is_here:
+            found = self._parts.index.blobs_of(digests[start : start + _DIGESTS])
+            for digest, blob in found.items():
+                if blob.is_here and blob.size == rows[digest].size:
                     known[digest] = KnownBlob(blob, may_be_received=True)
-                elif blob.pack == LOST:
-                    lost.add(digest)
-        return known, lost
+                elif blob.pack != AWAY:
+                    doubtful.add(digest)
+            away = [digest for digest, blob in found.items() if blob.pack == AWAY]
+            came = places.of_away_blobs(self._parts.index, away) if away else {}
+            doubtful |= {digest for digest, place in came.items() if place.fetched}
+        return known, doubtful
 
     def _commit(self, staged: list[tuple[tuple[str, Row], Staged]]) -> None:
         for start in range(0, len(staged), _COMMIT):

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+import time
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from castore.remote.error_values import rebuild
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.keys import COMMITS, REFS, TREES, check_commit, check_ref
 from castore.remote.outcomes import (
+    BackgroundPull,
     Checked,
     Progress,
     Pulled,
@@ -208,7 +209,7 @@ class Remote:
         below: str = "",
         replace: bool = False,
         lazy: bool = False,
-    ) -> Future[Pulled]:
+    ) -> BackgroundPull:
         """Begin a `pull`, and go on with it in the background. Names come in their order, with their bytes.
 
         `castore.adapters.torch.WindowSampler` reads an epoch behind it. The pull ends early if this process
@@ -218,13 +219,17 @@ class Remote:
             ref, commit, prefix, below, replace, lazy: as for `pull`.
 
         Returns:
-            A future of the outcome. It raises what `pull` would raise, and cannot be cancelled.
+            A `concurrent.futures.Future` of the outcome, for this process. It raises what `pull` would raise,
+            and cannot be cancelled.
 
         Raises:
             InvalidNameError, InvalidValueError: as for `pull`, at once.
         """
         arguments = self._pull_arguments(ref, commit, prefix, below, replace, lazy)
-        future: Future[Pulled] = Future()
+        start = f"{arguments['below']}/" if arguments["below"] else ""
+        place = start + arguments["prefix"] if arguments["prefix"] else arguments["below"]
+        names = self._parts.index.entries(place, time.time())
+        future = BackgroundPull(is_first=next(names, None) is None)
         future.set_running_or_notify_cancel()
 
         def run() -> None:

@@ -209,7 +209,7 @@ class Operations(LowLevel):
             return
         try:
             handle = self.handles.open(file)
-        except FileNotFoundError:
+        except (FileNotFoundError, CorruptError):  # the read gives the error
             return
         if not self.nodes.hold(node, handle):
             handle.close()

@@ -240,14 +240,21 @@ class View:
         Raises:
             FileNotFoundError: the bytes are gone.
         """
-        return self.tree.open(file.name, file.digest, self.cache)
+        held = self.tree.open(file.name, file.digest, self.cache)
+        if held.blob.size != file.size:
+            held.close()
+            raise _another_size(file, held.blob.size)
+        return held
 
     def read_small(self, file: File) -> bytes | None:
         """All bytes of a small file, on the short path.
 
         None if it is large or unreadable: `open` gives the error.
         """
-        return self.tree.read_small(file.name, file.digest)
+        data = self.tree.read_small(file.name, file.digest)
+        if data is not None and len(data) != file.size:
+            raise _another_size(file, len(data))
+        return data
 
     def is_unnamed(self, digest: bytes) -> bool:
         """Whether no name points to those bytes, so that gc may remove them."""
@@ -278,6 +285,15 @@ class View:
         disk = shutil.disk_usage(self.store.path).free
         free = disk if budget is None else max(0, min(disk, budget - totals.stored))
         return Space(totals.stored + free, free, totals.entries)
+
+
+def _another_size(file: File, size: int) -> CorruptError:
+    """The error for a listing that lies: the kernel would cut the file off, or fill it up."""
+    return CorruptError(
+        f"{file.name!r} has {size} bytes, and is listed with {file.size}: the tree of its remote lies, or the"
+        " index is damaged, which `castore doctor` mends",
+        digest=file.digest.hex(),
+    )
 
 
 def _page(folder: str, rows: list[FileRow], skip: int) -> tuple[Page, str]:

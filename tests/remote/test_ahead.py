@@ -80,6 +80,22 @@ def test_names_of_the_store_itself_and_names_that_are_missing_are_passed_over(la
     until(lambda: away(lazy) == len(CONTENTS) - 1)
 
 
+def test_a_blob_that_the_remote_has_lost_keeps_no_other_one_away(tmp_path: Path) -> None:
+    contents = {f"small/{number:03}": text(2000, number) for number in range(300)}
+    with Store(tmp_path / "one") as one:
+        one.put_many(contents.items())
+        one.put("large", noise(2 << 20))
+        know(one, "team", (tmp_path / "bucket").as_uri()).push()
+    [lost] = (path for path in (tmp_path / "bucket" / "objects").rglob("*") if path.is_file())
+    lost.unlink()
+    with node(tmp_path / "two", (tmp_path / "bucket").as_uri(), memory=0) as two:
+        two.pull(remote="team", lazy=True)
+        two.prefetch(two)
+        assert two.get_many(sorted(contents)) == [contents[name] for name in sorted(contents)]
+        assert two.get("large") is None
+        assert {name: two.get(name) for name in contents} == contents
+
+
 def test_a_store_that_has_all_bytes_starts_no_process(url: str, tmp_path: Path) -> None:
     with Store(tmp_path / "plain") as plain:
         plain.put("a", b"1")
@@ -189,6 +205,34 @@ def _waiting_child(reading: int, writing: int) -> int:
     os.close(writing)
     os.read(reading, 1)
     os._exit(0)
+
+
+def test_a_pull_knows_whether_it_is_the_first(url: str, tmp_path: Path) -> None:
+    with node(tmp_path / "two", url) as two:
+        team = two.remote("team")
+        two.put("mine", b"1")
+        for prefix, below in (("set", ""), ("", "theirs"), ("set", "others")):
+            for is_first in (True, False):
+                pull = team.begin_pull(prefix=prefix, below=below)
+                assert pull.is_first is is_first
+                pull.result(120)
+        assert not team.begin_pull().is_first
+
+
+def test_an_epoch_beside_a_pull_reads_the_bytes_of_the_ref(tmp_path: Path) -> None:
+    adapters = pytest.importorskip("castore.adapters.torch")
+    names = [f"set/{number:04}" for number in range(1500)]
+    url = (tmp_path / "bucket").as_uri()
+    with Store(tmp_path / "one") as one:
+        know(one, "team", url)
+        with node(tmp_path / "two", url) as two:
+            for version in (b"1 ", b"2 "):
+                one.put_many((name, version + name.encode()) for name in names)
+                one.push(to="team")
+                pull = two.remote("team").begin_pull()
+                sampler = adapters.WindowSampler(two, names, window=100, pull=pull)
+                read = {names[index]: two.get(names[index]) for index in sampler}
+                assert read == {name: version + name.encode() for name in names}
 
 
 _BEGIN = """

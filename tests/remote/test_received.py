@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.pages import Row
 from castore.remote.tree import Tree
 from castore.repair import doctor
-from tests.helpers import agrees_with_disk, flip, text
+from tests.helpers import agrees_with_disk, flip, noise, text
 from tests.mount.conftest import until
 from tests.remote.conftest import MakeNode, Node
 from tests.remote.nodes import node as node_of
@@ -200,3 +202,125 @@ def test_a_mount_serves_no_lie(lied_to: Node, tmp_path: Path) -> None:
                 (root / "b").read_bytes()
         three.put("new", RIGHT)
         assert three.get("new") == RIGHT
+
+
+# Trees that lie about sizes and places
+
+
+def _lying(node: MakeNode, bucket: Bucket, change: Callable[[Row], Row]) -> Row:
+    """Push `x`, whose content is RIGHT, as `main`; and a changed row of it as `evil`."""
+    one = node("one")
+    one.store.put("x", RIGHT)
+    one.store.put("y", OTHER)
+    one.push()
+    head = commits.read_ref(bucket, "main")
+    assert head is not None
+    honest, other = Tree(commits.read_commit(bucket, head.commit).tree, one.pages.read).rows()
+    put_tree(bucket, [change(honest), other], "evil")
+    return honest
+
+
+def test_a_size_that_lies_is_no_bodys_size(node: MakeNode, bucket: Bucket, tmp_path: Path) -> None:
+    _lying(node, bucket, lambda row: row._replace(size=50))
+    with node_of(tmp_path / "three", bucket.url, memory=0) as three:
+        three.pull("evil", remote="team", lazy=True)
+        assert three.get("x") is None
+        three.pull("main", remote="team", lazy=True, below="good")
+        assert three.get("good/x") == RIGHT
+        three.pull("main", remote="team", below="better")
+        with castore_fuse.mounted(three.path, tmp_path / "mnt") as root:
+            for name in ("x", "good/x", "better/x"):
+                entry = three.entry(name)
+                assert entry is not None
+                assert entry.size == len(RIGHT)
+                assert (root / name).read_bytes() == RIGHT
+        agrees_with_disk(three)
+
+
+def test_a_pull_after_a_size_that_lied_mends_it(node: MakeNode, bucket: Bucket, tmp_path: Path) -> None:
+    _lying(node, bucket, lambda row: row._replace(size=50))
+    with node_of(tmp_path / "three", bucket.url, memory=0) as three:
+        three.pull("evil", remote="team")
+        three.pull("main", remote="team", below="good")
+        assert three.get("good/x") == RIGHT
+        assert three.get("x") == RIGHT
+        for name in ("x", "good/x"):
+            entry = three.entry(name)
+            assert entry is not None
+            assert entry.size == len(RIGHT)
+        agrees_with_disk(three)
+
+
+def test_a_mount_cuts_no_file_off_because_its_tree_says_so(
+    node: MakeNode, bucket: Bucket, tmp_path: Path
+) -> None:
+    _lying(node, bucket, lambda row: row._replace(size=50))
+    with node_of(tmp_path / "three", bucket.url) as three:
+        three.put("mine", RIGHT)
+        with castore_fuse.mounted(three.path, tmp_path / "mnt", remote="team", ref="evil") as root:
+            with pytest.raises(OSError, match="Input/output error"):
+                (root / "x").read_bytes()
+            assert (root / "y").read_bytes() == OTHER
+
+
+def test_what_no_room_is_for_is_compared_with_its_digest_too(
+    node: MakeNode, bucket: Bucket, tmp_path: Path
+) -> None:
+    _lying(node, bucket, lambda row: _with_digest(row, text(3000, 9)))
+    with node_of(tmp_path / "three", bucket.url, memory=0, max_size=100_000) as three:
+        three.put("pinned", noise(99_900))
+        three.pin("pinned")
+        three.pull("evil", remote="team", lazy=True)
+        assert three.get("y") == OTHER
+        assert three.get("x") is None
+        with castore_fuse.mounted(three.path, tmp_path / "mnt") as root:
+            assert (root / "y").read_bytes() == OTHER
+            with pytest.raises(OSError, match="Input/output error"):
+                (root / "x").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row._replace(place=row.place._replace(offset=0, stored=1 << 61)),
+        lambda row: row._replace(place=row.place._replace(offset=1 << 61)),
+        lambda row: row._replace(size=0, place=row.place._replace(frames=row.place.frames)),
+        lambda row: row._replace(digest=blake3(b"").digest()),
+    ],
+    ids=["stored", "offset", "size of nothing", "digest of nothing"],
+)
+def test_a_row_that_cannot_be_is_refused(
+    node: MakeNode, bucket: Bucket, tmp_path: Path, change: Callable[[Row], Row]
+) -> None:
+    _lying(node, bucket, change)
+    with (
+        node_of(tmp_path / "three", bucket.url) as three,
+        pytest.raises(CorruptError, match="is none that castore wrote"),
+    ):
+        three.pull("evil", remote="team", lazy=True)
+
+
+def test_a_row_that_takes_a_pack_for_an_object_hurts_nobody_else(
+    node: MakeNode, bucket: Bucket, tmp_path: Path
+) -> None:
+    _lying(node, bucket, lambda row: row._replace(place=row.place._replace(offset=0)))
+    with node_of(tmp_path / "three", bucket.url, memory=0) as three:
+        three.pull("evil", remote="team", lazy=True)
+        assert three.get("x") is None
+        assert three.get("y") == OTHER
+
+
+def test_readers_that_find_damage_at_once_all_have_the_bytes(node: MakeNode, tmp_path: Path) -> None:
+    one = node("one")
+    one.store.put_many((f"{number:02}", text(3000, number)) for number in range(20))
+    one.push()
+    with node_of(tmp_path / "three", one.bucket.url, memory=0) as three, ThreadPoolExecutor(4) as threads:
+        three.pull("main", remote="team", lazy=True)
+        for _ in range(3):
+            three.prefetch(three)
+            until(lambda: three.stat().away.blobs == 0)
+            for name in three:
+                blob = blob_of(three, name)
+                flip(three.objects.packs.path(blob.pack), blob.offset + 10)
+            for name in sorted(three):
+                assert list(threads.map(three.get, [name] * 4)) == [text(3000, int(name))] * 4

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castore import Store
 from castore.adapters.torch import WindowSampler
-from castore.errors import InvalidNameError, InvalidValueError, RemoteMissingError
-from castore.remote.outcomes import Pulled
+from castore.errors import ConflictError, InvalidNameError, InvalidValueError, RemoteMissingError
+from castore.remote.outcomes import BackgroundPull, Pulled
 from tests.mount.conftest import until
 
 
@@ -94,8 +95,23 @@ def test_torchruns_ranks_count(empty: Store, monkeypatch: pytest.MonkeyPatch) ->
     assert list(WindowSampler(empty, some_names(8), window=2, shuffle=False)) == [2, 3, 6, 7]
 
 
-def test_an_index_comes_when_the_names_of_its_window_are_there(tmp_path: Path) -> None:
-    names, pull = some_names(30), Future[Pulled]()
+def test_ranks_of_a_process_group_count(empty: Store) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        assert list(WindowSampler(empty, some_names(8), window=2, shuffle=False)) == [2, 3, 6, 7]
+        read = WindowSampler(empty, some_names(8), window=2, shuffle=False, rank=0, num_replicas=1)
+        assert list(read) == list(range(8))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("always::castore.errors.CacheWarning")
+def test_an_index_comes_when_the_names_of_its_window_are_there(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    names, pull = some_names(30), BackgroundPull(is_first=True)
     pull.set_running_or_notify_cancel()
     with Store(tmp_path, memory=0) as store:
         store.put_many((name, b"1") for name in names[:19])
@@ -114,19 +130,48 @@ def test_an_index_comes_when_the_names_of_its_window_are_there(tmp_path: Path) -
         assert sorted(rest) == list(range(10, 30))
         sampler.set_epoch(1)
         assert sorted(sampler) == list(range(30))
+    [told] = recwarn
+    assert str(told.message).startswith("'samples/00020' and perhaps other names are not in")
+
+
+def test_names_that_were_there_before_a_pull_wait_for_its_end(tmp_path: Path) -> None:
+    names, pull = some_names(3), BackgroundPull(is_first=False)
+    pull.set_running_or_notify_cancel()
+    with Store(tmp_path, memory=0) as store:
+        store.put_many((name, b"of before") for name in names)
+        read: list[int] = []
+        thread = threading.Thread(target=lambda: read.extend(WindowSampler(store, names, pull=pull)))
+        thread.start()
+        store.put_many((name, b"of the ref") for name in names)
+        assert not read
+        pull.set_result(Pulled("main", "0", 0, 3, 0, 0))
+        thread.join(30)
+        assert sorted(read) == [0, 1, 2]
+
+
+def test_an_epoch_ends_with_the_error_of_its_pull(tmp_path: Path) -> None:
+    pull = BackgroundPull(is_first=True)
+    pull.set_running_or_notify_cancel()
+    with Store(tmp_path, memory=0) as store:
+        store.put("a", b"put by somebody else")
+        indices = iter(WindowSampler(store, ["a"], pull=pull))
+        assert next(indices) == 0
+        pull.set_exception(ConflictError("'a' changed here", names=("a",)))
+        with pytest.raises(ConflictError, match="changed here"):
+            next(indices)
 
 
 def test_a_pull_that_fails_is_the_epochs_error(empty: Store) -> None:
-    pull = Future[Pulled]()
+    pull = BackgroundPull(is_first=True)
     pull.set_exception(RemoteMissingError("there is no such ref"))
     with pytest.raises(RemoteMissingError, match="no such ref"):
         next(iter(WindowSampler(empty, some_names(3), pull=pull)))
 
 
 def test_a_pull_in_the_background_gives_names_in_order_in_epoch_0_alone(empty: Store) -> None:
-    pull = Future[Pulled]()
+    pull = BackgroundPull(is_first=True)
     pull.set_result(Pulled("main", "0", 0, 0, 0, 0, 0))
-    sampler = WindowSampler(empty, some_names(1000), window=10, pull=pull)
+    sampler = WindowSampler(empty, some_names(1000), window=10, pull=pull, ahead=0)
     assert [index // 10 for index in sampler][::10] == list(range(100))
     sampler.set_epoch(1)
     assert [index // 10 for index in sampler][::10] != list(range(100))
@@ -150,6 +195,14 @@ def test_what_makes_no_sense_is_an_error(empty: Store) -> None:
         WindowSampler(empty, [])
     with pytest.raises(InvalidNameError):
         WindowSampler(empty, ["../a"])
+    for names in ({"a", "b"}, pd.DataFrame({"a": ["b"]})):
+        with pytest.raises(InvalidValueError, match="names are in the order of the indices"):
+            WindowSampler(empty, names)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=r"pull is what Remote\.begin_pull returns, not a Pulled"):
+        WindowSampler(empty, ["a"], pull=Pulled("main", "0", 0, 0, 0, 0))  # type: ignore[arg-type]
+    for alone in ({"rank": 0}, {"num_replicas": 2}):
+        with pytest.raises(InvalidValueError, match="both rank and num_replicas"):
+            WindowSampler(empty, ["a"], **alone)
     with pytest.raises(InvalidValueError, match="epoch is a whole number"):
         WindowSampler(empty, ["a"]).set_epoch(1.0)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="WindowSampler takes several names"):
