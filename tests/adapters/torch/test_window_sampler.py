@@ -202,7 +202,7 @@ def test_what_makes_no_sense_is_an_error(empty: Store) -> None:
         WindowSampler(empty, ["a"], pull=Pulled("main", "0", 0, 0, 0, 0))  # type: ignore[arg-type]
     for alone in ({"rank": 0}, {"num_replicas": 2}):
         with pytest.raises(InvalidValueError, match="both rank and num_replicas"):
-            WindowSampler(empty, ["a"], **alone)
+            WindowSampler(empty, ["a"], **alone)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="epoch is a whole number"):
         WindowSampler(empty, ["a"]).set_epoch(1.0)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="WindowSampler takes several names"):
