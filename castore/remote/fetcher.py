@@ -90,8 +90,6 @@ _FIRST_BATCH, _BATCH, _BATCH_BYTES = 256, 1000, 8 << 20
 _AHEAD_BLOBS, _AHEAD = 1000, 3
 # Bytes, and part of the budget, that are kept between two collections of the store.
 _TIDY_BYTES, _TIDY_SHARE = 32 << 20, 0.25
-# Seconds for which a remote counts as there, where objects are missing.
-_SEEN_SECONDS = 1.0
 # Seconds for which a remote that gave no answer is not asked again.
 _DOWN_SECONDS = 5.0
 _BACKLOG = 128
@@ -149,7 +147,6 @@ class _Source:
         self._down_seconds = down_seconds
         self.pages = PageCache(parts.path, self.bucket, pool, mode)
         self._down: tuple[float, str] = (0.0, "")
-        self._seen = -_SEEN_SECONDS
         self._answered = 0.0
         self._lock = threading.Lock()
         #: Whether the place is known to be a remote.
@@ -194,13 +191,10 @@ class _Source:
         Raises:
             RemoteUnreachableError: the place is no remote any more.
         """
-        if time.monotonic() < self._seen + _SEEN_SECONDS:
-            return  # a lost pack has a thousand blobs
         try:
             marker.check(self.bucket)
         except RemoteMissingError as none:
             raise RemoteUnreachableError(str(none)) from error
-        self._seen = time.monotonic()
 
 
 class _Wanted(NamedTuple):
@@ -582,8 +576,17 @@ class Fetcher:
     def _fetch_blobs(self, source: _Source, wanted: dict[bytes, _Wanted]) -> None:
         batch: list[tuple[_Wanted, Staged]] = []
         size, limit = 0, _FIRST_BATCH
-        # A blob that is damaged or gone is no reason to refuse its neighbours.
-        blobs = BlobFetcher(self._parts, source.bucket, self._network, partial(self._tell_of_loss, source))
+        is_there = False
+
+        def tell_of_loss(row: Row, error: CorruptError | RemoteMissingError) -> None:
+            """A blob that is damaged or gone is no reason to refuse its neighbours, if not all is gone."""
+            nonlocal is_there
+            if isinstance(error, RemoteMissingError) and not is_there:
+                source.require_remote(error)
+                is_there = True  # a lost pack has a thousand blobs
+            self._coming.end([row.digest], error)
+
+        blobs = BlobFetcher(self._parts, source.bucket, self._network, tell_of_loss)
         rows = {digest: each.row for digest, each in wanted.items()}
         unread = {digest for digest, each in wanted.items() if not each.has_come}
         try:
@@ -606,11 +609,6 @@ class Fetcher:
             (_nameless(blob_name(staged.digest)), staged) for wanted, staged in batch if not wanted.is_away
         ]
         self._commit(named, [staged for wanted, staged in batch if wanted.is_away])
-
-    def _tell_of_loss(self, source: _Source, row: Row, error: CorruptError | RemoteMissingError) -> None:
-        if isinstance(error, RemoteMissingError):
-            source.require_remote(error)
-        self._coming.end([row.digest], error)
 
     def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:
         key, start, end = object_key(digest, packed=False), parts[0].start, parts[-1].end

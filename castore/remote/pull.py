@@ -543,7 +543,7 @@ class _Fetch:
 
     def _known(self, rows: Mapping[bytes, Row]) -> tuple[dict[bytes, Staged], set[bytes]]:
         """The blobs of rows that are here, and the digests of those whose content the pull itself compares:
-        they were here, and may have turned out to be damaged, or two trees give them two sizes.
+        they were here, and may have turned out to be damaged, or two trees tell other things of them.
         """
         known: dict[bytes, Staged] = {}
         doubtful: set[bytes] = set()
@@ -551,7 +551,7 @@ class _Fetch:
         for start in range(0, len(digests), _DIGESTS):
             found = self._parts.index.blobs_of(digests[start : start + _DIGESTS])
             for digest, blob in found.items():
-                if blob.is_here and blob.size == rows[digest].size:
+                if blob.is_own or (blob.is_here and _agrees(blob, rows[digest])):
                     known[digest] = KnownBlob(blob, may_be_received=True)
                 elif blob.pack != AWAY:
                     doubtful.add(digest)
@@ -583,6 +583,11 @@ class _Fetch:
             finally:
                 _discard(part)
             self._naming.came(rows)
+
+
+def _agrees(blob: Blob, row: Row) -> bool:
+    """Whether bytes that nobody may have compared with their digest can be those of a row."""
+    return (blob.size, blob.stored, blob.codec) == (row.size, row.place.stored, row.place.codec)
 
 
 def _discard(staged: list[tuple[tuple[str, Row], Staged]]) -> None:

@@ -107,11 +107,13 @@ class Sender:
     ) -> list[tuple[str, Row | None]]:
         """Upload the blobs of entries that the remote lacks; returns the rows of all of them."""
         wanted = {bytes.fromhex(entry.digest): entry.stored for _, entry in entries if entry}
+        sizes = {bytes.fromhex(entry.digest): entry.size for _, entry in entries if entry}
         for digest in self._places:
             wanted.pop(digest, None)
         if head is not None and wanted:
             for row in head.rows():  # another name may have the same bytes
-                if row.digest in wanted and row.place.object not in self._bad:
+                is_sound = row.place.object not in self._bad and row.size == sizes.get(row.digest)
+                if row.digest in wanted and is_sound:
                     self._places[row.digest] = row.place
                     del wanted[row.digest]
         self._find_known(wanted)
@@ -137,9 +139,12 @@ class Sender:
         ]
 
     def _find_known(self, wanted: dict[bytes, int]) -> None:
-        """Count on objects of this remote that a lazy pull has recorded, if they are there still."""
+        """Count on objects of this remote that a lazy pull has recorded, if they are there still.
+
+        A store that has its own bytes does not count on what a tree once said of their digest.
+        """
         known: dict[tuple[bytes, bool], list[RemotePlace]] = defaultdict(list)
-        digests = list(wanted)
+        digests = self._not_own(list(wanted))
         for start in range(0, len(digests), _DIGESTS):
             for place in places.of_blobs(self._parts.index, digests[start : start + _DIGESTS]).values():
                 if place.remote == self._remote and place.object not in self._bad:
@@ -153,6 +158,14 @@ class Sender:
                     place.object, place.offset, place.stored, place.codec, place.frames
                 )
                 del wanted[place.digest]
+
+    def _not_own(self, digests: list[bytes]) -> list[bytes]:
+        """Of some digests those whose bytes are away, or were compared with a tree alone."""
+        own: set[bytes] = set()
+        for start in range(0, len(digests), _DIGESTS):
+            found = self._parts.index.blobs_of(digests[start : start + _DIGESTS])
+            own |= {digest for digest, blob in found.items() if blob.is_own}
+        return [digest for digest in digests if digest not in own]
 
     def _send_blobs(self, digests: Iterable[bytes]) -> None:
         pack = _Pack()

@@ -324,3 +324,31 @@ def test_readers_that_find_damage_at_once_all_have_the_bytes(node: MakeNode, tmp
                 flip(three.objects.packs.path(blob.pack), blob.offset + 10)
             for name in sorted(three):
                 assert list(threads.map(three.get, [name] * 4)) == [text(3000, int(name))] * 4
+
+
+def test_a_push_of_own_bytes_counts_on_no_tree(lied_to: Node, node: MakeNode) -> None:
+    four, five = node("four"), node("five")
+    four.pull(ref="evil", lazy="team")
+    four.store.put("mine", RIGHT)
+    four.push("mine", ref="new")
+    five.pull(ref="new")
+    assert five.contents() == {"mine": RIGHT}
+
+
+def test_a_push_counts_on_no_row_of_another_size(node: MakeNode, bucket: Bucket) -> None:
+    _lying(node, bucket, lambda row: row._replace(size=50))
+    four, five = node("four"), node("five")
+    four.store.put("mine", RIGHT)
+    four.push(ref="evil")
+    five.pull("mine", ref="evil")
+    assert five.contents() == {"mine": RIGHT}
+
+
+def test_a_pull_of_the_truth_does_not_take_unread_lies_for_it(lied_to: Node, node: MakeNode) -> None:
+    four = node("four")
+    four.store.put("good", RIGHT)
+    four.push(ref="good")
+    lied_to.pull(ref="good")
+    assert lied_to.store.get("good") == RIGHT
+    assert lied_to.store.get("b") == RIGHT
+    agrees_with_disk(lied_to.store)
