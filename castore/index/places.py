@@ -153,7 +153,7 @@ def record(txn: Write, places: Sequence[RemotePlace]) -> list[tuple[Blob, bool]]
     away = {
         place.digest: Blob(place.digest, place.size, 0, place.codec, AWAY, 0)
         for place in places
-        if place.digest not in known or _is_doubtful(known[place.digest], place)
+        if place.digest not in known or _is_worse(known[place.digest], place)
     }
     new = [blob for digest, blob in away.items() if digest not in known]
     txn.add_blobs(new)
@@ -173,16 +173,16 @@ def refresh(txn: Write, places: Sequence[RemotePlace]) -> None:
     known = txn.blobs({place.digest for place in places})
     current = {place.digest: place for place in places if place.digest in known}
     for digest, place in current.items():
-        if _is_doubtful(known[digest], place):
+        if _is_worse(known[digest], place):
             txn.move_blob(Blob(digest, place.size, 0, place.codec, AWAY, 0))
     _set(txn, current)
 
 
-def _is_doubtful(known: Blob, place: RemotePlace) -> bool:
-    """Whether a blob's row is no better than what a tree says: it is lost, or another tree gave it another
-    size, and this store has not compared it with its digest.
+def _is_worse(known: Blob, place: RemotePlace) -> bool:
+    """Whether a blob's row is worth less than what a tree says: the blob is lost, or it is away, and an older
+    tree gave it another size.
     """
-    return known.pack == LOST or (not known.is_own and known.size != place.size)
+    return known.pack == LOST or (known.pack == AWAY and known.size != place.size)
 
 
 def _set(txn: Write, places: Mapping[bytes, RemotePlace]) -> None:

@@ -352,3 +352,16 @@ def test_a_pull_of_the_truth_does_not_take_unread_lies_for_it(lied_to: Node, nod
     assert lied_to.store.get("good") == RIGHT
     assert lied_to.store.get("b") == RIGHT
     agrees_with_disk(lied_to.store)
+
+
+def test_bytes_that_are_here_stay_whatever_a_later_tree_says(
+    node: MakeNode, bucket: Bucket, tmp_path: Path
+) -> None:
+    _lying(node, bucket, lambda row: row._replace(size=50))
+    with node_of(tmp_path / "three", bucket.url, memory=0) as three:
+        three.pull("main", remote="team")
+        three.pull("evil", remote="team", lazy=True, below="evil")
+        assert three.get("x") == RIGHT
+        assert three.get("evil/x") == RIGHT
+        assert {entry.size for entry in three.entries()} == {len(RIGHT)}
+        agrees_with_disk(three)
