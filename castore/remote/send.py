@@ -144,10 +144,13 @@ class Sender:
         A store that has its own bytes does not count on what a tree once said of their digest.
         """
         known: dict[tuple[bytes, bool], list[RemotePlace]] = defaultdict(list)
-        digests = self._not_own(list(wanted))
+        digests = list(wanted)
         for start in range(0, len(digests), _DIGESTS):
-            for place in places.of_blobs(self._parts.index, digests[start : start + _DIGESTS]).values():
-                if place.remote == self._remote and place.object not in self._bad:
+            found = places.of_blobs(self._parts.index, digests[start : start + _DIGESTS])
+            blobs = self._parts.index.blobs_of(list(found)) if found else {}
+            for digest, blob in blobs.items():
+                place = found[digest]
+                if place.remote == self._remote and place.object not in self._bad and not blob.is_own:
                     known[place.object, place.offset > 0].append(place)
         for (digest, is_packed), members in known.items():
             key = object_key(digest, packed=is_packed)
@@ -158,14 +161,6 @@ class Sender:
                     place.object, place.offset, place.stored, place.codec, place.frames
                 )
                 del wanted[place.digest]
-
-    def _not_own(self, digests: list[bytes]) -> list[bytes]:
-        """Of some digests those whose bytes are away, or were compared with a tree alone."""
-        own: set[bytes] = set()
-        for start in range(0, len(digests), _DIGESTS):
-            found = self._parts.index.blobs_of(digests[start : start + _DIGESTS])
-            own |= {digest for digest, blob in found.items() if blob.is_own}
-        return [digest for digest in digests if digest not in own]
 
     def _send_blobs(self, digests: Iterable[bytes]) -> None:
         pack = _Pack()

@@ -52,8 +52,8 @@ class WindowSampler(Sampler[int]):
         seed: of the order, with the epoch; the same in all ranks.
         rank, num_replicas: the rank and the world size, both or neither. By default those of torch's process
             group if it is initialised, else those of torchrun's environment variables, else 0 and 1. Each
-            rank reads windows of its own, and all ranks the same number of samples: some
-            samples come twice where the numbers do not come out even, as with `DistributedSampler`.
+            rank reads windows of its own, and all ranks the same number of samples: some samples come twice
+            where the numbers do not come out even, as with `DistributedSampler`.
 
     Raises:
         InvalidValueError: a number makes no sense, there are fewer names than ranks, ``names`` is one name or
