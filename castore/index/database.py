@@ -62,6 +62,7 @@ _FIND = (
 _FIND_MANY = _FIND.replace("SELECT ", "SELECT e.name, ").replace("= ?", "IN (SELECT value FROM json_each(?))")
 
 
+_COUNT_OF = "SELECT count(*) FROM entries WHERE name IN (SELECT value FROM json_each(?))"
 _CONTENTS = (
     "SELECT e.name, e.digest, e.serializer, e.metadata FROM entries e JOIN blobs b ON b.digest = e.digest"
     f" WHERE e.name IN (SELECT value FROM json_each(?)) AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST}"
@@ -201,6 +202,10 @@ class Index:
             for row in rows
             if _is_row_intact(row[0], row[1], row[9])
         }
+
+    def count_of(self, names: list[str]) -> int:
+        """How many of some names there are, expired and lost ones too."""
+        return int(self.file.all(_COUNT_OF, (json.dumps(names),))[0][0])
 
     def contents_of(self, names: list[str], now: float) -> dict[str, tuple[bytes, str, str | None]]:
         """Digest, serializer and metadata, as text, of names that are not expired and whose bytes are not

@@ -14,7 +14,7 @@ import heapq
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -84,12 +84,6 @@ def compare(
     """
     start = f"{below}/" if below else ""
     is_one = base is not None and theirs is not None and base.root == theirs.root
-    first = next(ours, None)
-    if first is None and theirs is not None and (base is None or is_one):  # for a store with nothing of it
-        for row in theirs.rows(prefix):
-            yield Compared(start + row.name, None, row, row if is_one else None)
-        return
-    ours = ours if first is None else chain((first,), ours)
     sides: list[Iterator[tuple[str, int, Any]]] = [((entry.name, 0, entry) for entry in ours)]
     for side, tree in ((1, theirs), (2, None if is_one else base)):
         if tree is not None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import closing, nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 import xxhash
@@ -51,6 +51,8 @@ _GAP, _REQUESTS = 128 << 10, 8
 # they mostly take the interpreter from each other. Two are as fast, and faster where a core is idle.
 _SMALL_RECORD, _FEW = 40 << 10, 2
 _decoding = threading.Semaphore(_FEW)
+# Blobs of one piece are scattered if they lie in more stretches of packs, and if a stretch has fewer of them.
+_FEW_STRETCHES, _NEIGHBOURS = 16, 8
 
 
 def refuse_pickle(row: Row, bucket: Bucket) -> None:
@@ -115,6 +117,8 @@ class BlobFetcher:
     Attributes:
         fetched: bytes that have come.
         in_parts: places of blobs of which the store had parts.
+        are_scattered: whether few of the blobs that were wanted together last are neighbours in their packs.
+            More of them at once are then fewer requests.
     """
 
     def __init__(
@@ -130,14 +134,17 @@ class BlobFetcher:
         self._pool = pool
         self.fetched = 0
         self.in_parts: list[Place] = []
+        self.are_scattered = False
         self._lost_dictionaries: dict[int, str] = {}
 
     def staged(
-        self, wanted: Mapping[bytes, Row], *, left_to_readers: Container[bytes] = ()
+        self, wanted: Iterable[Mapping[bytes, Row]], *, left_to_readers: Container[bytes] = ()
     ) -> Generator[tuple[Row, Staged]]:
-        """Blobs by their digests, in the order in which they come; some requests are under way ahead.
+        """Blobs in the order in which they come; some requests are under way ahead.
 
         Args:
+            wanted: blobs by their digests, in pieces. A piece is asked for when the requests of those before
+                it are under way.
             left_to_readers: digests of blobs that are staged `as_received`.
 
         Raises:
@@ -145,7 +152,7 @@ class BlobFetcher:
             RemoteError: the remote cannot be used.
         """
         pending: set[Future[list[tuple[Row, Staged]]]] = set()
-        requests, records = _requests(wanted), partial(self._records, left_to_readers)
+        requests, records = self._requests(wanted), partial(self._records, left_to_readers)
         try:
             while True:
                 while len(pending) < _REQUESTS and (request := next(requests, None)) is not None:
@@ -167,6 +174,13 @@ class BlobFetcher:
                 if not future.cancelled() and future.exception() is None:
                     for _, item in future.result():
                         item.discard()
+
+    def _requests(self, wanted: Iterable[Mapping[bytes, Row]]) -> Iterator[_Request]:
+        limits = chain(range(_FIRST_BYTES, _RECORDS_BYTES, _FIRST_BYTES), repeat(_RECORDS_BYTES))
+        for piece in wanted:
+            requests, stretches = _requests_of(piece, limits)
+            self.are_scattered = stretches > _FEW_STRETCHES and len(piece) < stretches * _NEIGHBOURS
+            yield from requests
 
     def _records(self, left_to_readers: Container[bytes], request: _Request) -> list[tuple[Row, Staged]]:
         """The blobs of neighbouring records of a pack."""
@@ -409,25 +423,33 @@ def _sound_bytes(fd: int, place: Place) -> int:
     return start
 
 
-def _requests(wanted: Mapping[bytes, Row]) -> Iterator[_Request]:
-    """The requests for blobs: one an object, and one for records that lie near each other in a pack."""
+def _requests_of(wanted: Mapping[bytes, Row], limits: Iterator[int]) -> tuple[list[_Request], int]:
+    """The requests for blobs: one an object, and one for records that lie near each other in a pack. And the
+    number of stretches of packs that have the records.
+
+    Args:
+        limits: of the bytes of each request for records.
+    """
     packs: dict[bytes, list[Row]] = defaultdict(list)
+    requests: list[_Request] = []
     for row in wanted.values():
         if row.place.is_packed:
             packs[row.place.object].append(row)
         else:
-            yield _Request(row.place.object, [row])
-    limit = _FIRST_BYTES
+            requests.append(_Request(row.place.object, [row]))
+    stretches = 0
     for digest, rows in packs.items():
         rows.sort(key=lambda row: row.place.offset)
+        stretches += 1
+        limit = next(limits)
         near: list[Row] = []
         for row in rows:
             if near:
                 end = near[-1].place.offset + near[-1].place.stored
                 far = row.place.offset - end > _GAP
                 if far or row.place.offset + row.place.stored - near[0].place.offset > limit:
-                    yield _Request(digest, near)
-                    limit = min(limit + _FIRST_BYTES, _RECORDS_BYTES)
-                    near = []
+                    requests.append(_Request(digest, near))
+                    stretches, limit, near = stretches + far, next(limits), []
             near.append(row)
-        yield _Request(digest, near)
+        requests.append(_Request(digest, near))
+    return requests, stretches

@@ -590,7 +590,7 @@ class Fetcher:
         rows = {digest: each.row for digest, each in wanted.items()}
         unread = {digest for digest, each in wanted.items() if not each.has_come}
         try:
-            with closing(blobs.staged(rows, left_to_readers=unread)) as coming:
+            with closing(blobs.staged([rows], left_to_readers=unread)) as coming:
                 for row, staged in coming:
                     batch.append((wanted[row.digest], staged))
                     size += row.place.stored

@@ -7,12 +7,12 @@ the next one goes on behind them.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
+from itertools import chain, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from castore.errors import (
     ConflictError,
@@ -44,37 +44,80 @@ from castore.units import format_size
 from castore.write.open_pack import Vanished
 from castore.write.staging import KnownBlob, Staged
 
-# Names committed together, without bytes and with them, and digests looked up together. In a large index each
-# digest of a commit is on a page of its own, so fewer and larger commits write far fewer pages.
-_NAMES, _COMMIT = 10_000, 1000
+# Names that are planned together, and committed together with bytes. In a large index each digest of a commit
+# is on a page of its own, so fewer and larger commits write far fewer pages. Somebody may wait for the first
+# names, so the first ones are few, and the next ones twice as many each time. Without bytes, a commit has the
+# names that are planned together.
+_FIRST_PLANNED, _PLANNED = 1000, 8000
+_FIRST_COMMIT, _COMMIT = 250, 1000
+# Digests looked up together.
+_DIGESTS = 500
 # Seconds after which what has come is committed in any case.
 _COMMIT_SECONDS = 1.0
 # Bytes between two reports of progress.
 _REPORT_BYTES = 256 << 10
-_DIGESTS = 500
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """The names that a pull changes in the store, in order, and those that are equal already.
 
+    A store that has none of the names cannot have changed one. Its plan is made while bytes come: `take`
+    reads the next pages of the tree. Any other plan is whole before the first name comes, since a conflict
+    must leave all names as they are.
+
+    Args:
+        tree: of the commit.
+        prefix: the part of the tree that counts.
+
     Attributes:
-        rows: each with its name in the store.
-        before: what the store has under these names; none for new ones.
+        rows: those that were taken, each with its name in the store.
+        before: what the store has under the names that change; none for new ones.
         agreed: rows of names that are equal.
         new_agreed: of these, the names that the base has otherwise or not.
         dropped: names of the store that the ref has lost, and that its files or folders take the place of.
+        is_all: whether the next base is the commit's tree: nothing of the one before it has to be kept.
+        has_rows: whether anything is to be taken.
     """
 
-    rows: list[tuple[str, Row]]
-    before: dict[str, Content]
-    agreed: list[Row]
-    new_agreed: list[str]
-    dropped: dict[str, Content]
-    is_all: bool  # the base is the commit's tree: nothing of the one before it has to be kept
-    added: int
-    changed: int
-    unchanged: int
-    expired: int
+    def __init__(self, tree: Tree, prefix: str) -> None:
+        self.rows: list[tuple[str, Row]] = []
+        self.before: dict[str, Content] = {}
+        self.agreed: list[Row] = []
+        self.new_agreed: list[str] = []
+        self.dropped: dict[str, Content] = {}
+        self.is_all, self.has_rows = not prefix, False
+        self.added = self.changed = self.unchanged = self.expired = 0
+        self._tree, self._prefix = tree, prefix
+        self._coming: Iterator[tuple[str, Row]] = iter(())
+        self._size = _FIRST_PLANNED
+        self._left = 0, 0
+
+    def give(self, coming: Iterable[tuple[str, Row]]) -> None:
+        """Have these rows taken, in their order. They are planned as they are taken, if ``coming`` is a
+        generator.
+        """
+        rows = iter(coming)
+        first = next(rows, None)
+        if first is not None:
+            self.has_rows, self._coming = True, chain((first,), rows)
+            leaves = list(self._tree.leaves(self._prefix))
+            self._left = sum(leaf.entries for leaf in leaves), sum(leaf.stored for leaf in leaves)
+
+    def take(self, *, all_others: bool = False) -> list[tuple[str, Row]]:
+        """The next rows, more each time; none after the last ones."""
+        rows = list(self._coming if all_others else islice(self._coming, self._size))
+        self._size = min(2 * self._size, _PLANNED)
+        self.rows += rows
+        names, stored = self._left
+        self._left = names - len(rows), stored - sum(row.place.stored for _, row in rows)
+        if not rows:
+            self._left = 0, 0
+        return rows
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """At most so many names, and stored bytes, are left to take, as the tree says."""
+        return max(0, self._left[0]), max(0, self._left[1])
 
 
 def find_commit(bucket: Bucket, ref: str, start: str | None, pages: PageCache) -> bytes:
@@ -171,8 +214,11 @@ def pull(
     before = base.tree(bucket, newest, parts, pages)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)
-    plan = _plan(parts, tree, before, prefix, below, replace, ref)
-    if plan.rows or plan.new_agreed:
+    plan = _plan(parts, bucket, tree, before, prefix, below, replace, ref)
+    if prefix and not (plan.has_rows or plan.unchanged):
+        living = " that has not expired" if plan.expired else ""
+        raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}{living}")
+    if plan.has_rows or plan.new_agreed:
         base.begin_pull(tree.root, prefix, plan.new_agreed)
     naming = _Naming(parts, base, plan.before)
     removed = naming.drop(plan.dropped)
@@ -215,59 +261,93 @@ def _check_budget(parts: Parts, tree: Tree, prefix: str, ref: str) -> None:
 
 
 def _plan(
-    parts: Parts, tree: Tree, base: Tree | None, prefix: str, below: str, replace: bool, ref: str
+    parts: Parts,
+    bucket: Bucket,
+    tree: Tree,
+    base: Tree | None,
+    prefix: str,
+    below: str,
+    replace: bool,
+    ref: str,
 ) -> _Plan:
     """The names that the commit has changed since ``base``, and that the store has not."""
-    start, now = f"{below}/" if below else "", time.time()
+    start, now, plan = f"{below}/" if below else "", time.time(), _Plan(tree, prefix)
     ours = parts.index.entries(start + prefix if prefix else below, now, damaged=False)
+    first = next(ours, None)
+    if first is None and (base is None or base.root == tree.root):
+        plan.give(_new_rows(plan, bucket, tree, prefix, below, now))
+        return plan
+    ours = ours if first is None else chain((first,), ours)
+    rows, nested = _changed_rows(
+        plan, compare(ours, tree, base, prefix, below), now, bool(below), replace, ref
+    )
+    for _, row in rows:
+        refuse_pickle(row, bucket)
+    plan.give(rows)
+    plan.dropped = _make_way(parts, nested, tree, base, len(start), replace, ref)
+    return plan
+
+
+def _new_rows(
+    plan: _Plan, bucket: Bucket, tree: Tree, prefix: str, below: str, now: float
+) -> Iterator[tuple[str, Row]]:
+    """The rows for a store that has none of the names, with these."""
+    for row in tree.rows(prefix):
+        if row.expires is None or row.expires > now:
+            refuse_pickle(row, bucket)
+            plan.added += 1
+            yield (check_name(f"{below}/{row.name}") if below else row.name), row
+        else:
+            plan.expired += 1
+
+
+def _changed_rows(
+    plan: _Plan, sides: Iterable[Compared], now: float, is_below: bool, replace: bool, ref: str
+) -> tuple[list[tuple[str, Row]], list[tuple[str, str]]]:
+    """The rows for a store that has some names, and the pairs for `_make_way`.
+
+    Raises:
+        ConflictError: names have changed on both sides.
+    """
     rows: list[tuple[str, Row]] = []
-    there: dict[str, Content] = {}
-    agreed: list[Row] = []
-    new_agreed: list[str] = []
     above, nested = FilesAbove(), list[tuple[str, str]]()
     conflicts: list[str] = []
-    added = changed = unchanged = expired = 0
-    is_all = not prefix
-    for compared in compare(ours, tree, base, prefix, below):
+    for compared in sides:
         name, entry, row, _ = compared
         lives = row is not None and (row.expires is None or row.expires > now)
         if (lives or entry is not None) and (file := above.find(name)) is not None:
             nested.append((file, name))
         if row is not None and not lives:
-            expired += 1
+            plan.expired += 1
             continue
         if row is None:
             # The ref has lost the name: if it comes back, the store must know the old one.
-            is_all = is_all and (entry is None or compared.base is None)
+            plan.is_all = plan.is_all and (entry is None or compared.base is None)
             continue
         if entry is None:
-            rows.append((check_name(name) if below else name, row))
-            added += 1
+            rows.append((check_name(name) if is_below else name, row))
+            plan.added += 1
             continue
         difference = compared.difference
         if difference is Difference.THEIRS or (replace and difference is not Difference.NONE):
             rows.append((name, row))
-            there[name] = content_of(entry)
-            changed += 1
+            plan.before[name] = content_of(entry)
+            plan.changed += 1
         elif difference is Difference.BOTH:
             conflicts.append(name)
         else:
-            unchanged += 1
+            plan.unchanged += 1
             if difference is Difference.NONE:
-                agreed.append(row)
+                plan.agreed.append(row)
                 if compared.base != row:
-                    new_agreed.append(row.name)
-    if prefix and not (rows or unchanged or conflicts):
-        living = " that has not expired" if expired else ""
-        raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}{living}")
+                    plan.new_agreed.append(row.name)
     if conflicts:
         raise ConflictError(
             f"{list_names(conflicts)} changed both here and in ref {ref!r}; pull with --replace to take the"
             " ref's bytes, or --as another folder",
             names=tuple(conflicts),
         )
-    dropped = _make_way(parts, nested, tree, base, len(start), replace, ref)
-    return _Plan(rows, there, agreed, new_agreed, dropped, is_all, added, changed, unchanged, expired)
+    return rows, nested
 
 
 def _make_way(
@@ -379,12 +459,9 @@ def _name(
     parts: Parts, bucket: Bucket, remote: str, plan: _Plan, naming: _Naming, progress: Progress
 ) -> None:
     """Have all rows' names in the store, and where their blobs are."""
-    for _, row in plan.rows:
-        refuse_pickle(row, bucket)
     done = 0
     lock_yield = LockYield()
-    for start in range(0, len(plan.rows), _NAMES):
-        some = plan.rows[start : start + _NAMES]
+    while some := plan.take():
         naming.coming(some)
         with parts.index.write() as txn:
             changed = naming.leave_out(some)
@@ -395,7 +472,7 @@ def _name(
                 txn.set_entries(specs, placed, time.time())
         naming.came(named)
         done += len(some)
-        progress(done, len(plan.rows))
+        progress(done, done + plan.left[0])
         lock_yield.pause_if_due()
     # The remote may have other places for bytes that it had lost, or that were pushed again.
     for start in range(0, len(plan.agreed), _COMMIT):
@@ -465,57 +542,73 @@ class _Fetch:
     ) -> None:
         self._parts = parts
         self._naming = naming
-        self._bucket = bucket
         self._progress = progress
         self._blobs = BlobFetcher(parts, bucket, pool, lost.add)
         self._committed = time.monotonic()
+        self._under_way: dict[bytes, list[tuple[str, Row]]] = {}
+        self._came: dict[bytes, Row] = {}
+        self._sound: set[bytes] = set()
+        self._staged: list[tuple[tuple[str, Row], Staged]] = []
+        self._asked = 0
 
     def fetch(self, plan: _Plan) -> int:
         """Have all rows' blobs and names in the store; returns the bytes that came."""
-        for _, row in plan.rows:
-            refuse_pickle(row, self._bucket)
-        names: dict[bytes, list[tuple[str, Row]]] = defaultdict(list)
-        for name, row in plan.rows:
-            names[row.digest].append((name, row))
-        known, doubtful = self._known({digest: pairs[0][1] for digest, pairs in names.items()})
-        rows = plan.rows
-        self._restore([row for row in plan.agreed if row.digest not in names])
-        self._commit([(pair, known[pair[1].digest]) for pair in rows if pair[1].digest in known])
-        wanted = {digest: pairs[0][1] for digest, pairs in names.items() if digest not in known}
-        sound = wanted.keys() - doubtful
-        total = sum(row.place.stored for row in wanted.values())
-        done = 0
-        staged: list[tuple[tuple[str, Row], Staged]] = []
-        uncommitted = reported = 0
+        done = uncommitted = reported = 0
+        enough = min(_FIRST_COMMIT, _COMMIT)
         with (
             ExitStack() as undo,
-            closing(self._blobs.staged(wanted, left_to_readers=sound)) as coming,
+            closing(self._blobs.staged(self._wanted(plan), left_to_readers=self._sound)) as coming,
         ):
-            undo.callback(lambda: _discard(staged))
+            undo.callback(lambda: _discard(self._staged))
             try:
                 for row, item in coming:
-                    first, *others = names[row.digest]
-                    staged.append((first, item))
-                    if others:
-                        blob = Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0)
-                        known_by_then = KnownBlob(blob, may_be_received=True)
-                        staged += [(other, known_by_then) for other in others]
+                    first, *others = self._under_way.pop(row.digest)
+                    self._came[row.digest] = row
+                    self._staged.append((first, item))
+                    self._staged += [(other, _just_come(row)) for other in others]
                     done += row.place.stored
                     uncommitted += row.place.stored
+                    total = self._asked + plan.left[1]
                     if done >= reported + _REPORT_BYTES or done == total:
                         self._progress(done, total)
                         reported = done
-                    if len(staged) >= _COMMIT or uncommitted > 4 * REQUEST_BYTES or self._is_due():
-                        ready, staged, uncommitted = staged, [], 0
-                        self._commit(ready)
-                        self._committed = time.monotonic()
+                    if len(self._staged) >= enough or uncommitted > 4 * REQUEST_BYTES or self._is_due():
+                        uncommitted, enough = 0, min(2 * enough, _COMMIT)
+                        self._commit_staged()
             except (RemoteError, CorruptError):
-                ready, staged = staged, []
-                self._commit(ready)  # what has come need not travel again
+                self._commit_staged()  # what has come need not travel again
                 raise
-            self._commit(staged)
+            self._commit_staged()
+        self._restore([row for row in plan.agreed if row.digest not in self._under_way])
         drop_parts(self._parts.index, self._blobs.in_parts)
         return self._blobs.fetched
+
+    def _wanted(self, plan: _Plan) -> Iterator[dict[bytes, Row]]:
+        """The blobs that names want, by their digests, as the names are planned. Names of blobs that are here
+        are committed.
+        """
+        while pairs := plan.take(all_others=self._blobs.are_scattered):
+            new: dict[bytes, Row] = {}
+            for pair in pairs:
+                _, row = pair
+                if row.digest in self._under_way:
+                    self._under_way[row.digest].append(pair)
+                elif row.digest in self._came:
+                    self._staged.append((pair, _just_come(self._came[row.digest])))
+                else:
+                    self._under_way[row.digest], new[row.digest] = [pair], row
+            known, doubtful = self._known(new)
+            self._commit([(pair, known[pair[1].digest]) for pair in pairs if pair[1].digest in known])
+            for digest in known:
+                del self._under_way[digest], new[digest]
+            self._sound |= new.keys() - doubtful
+            self._asked += sum(row.place.stored for row in new.values())
+            yield new
+
+    def _commit_staged(self) -> None:
+        ready, self._staged = self._staged, []
+        self._commit(ready)
+        self._committed = time.monotonic()
 
     def _is_due(self) -> bool:
         """Whether what has come must be committed: over a slow link, a pull that is ended loses little."""
@@ -528,7 +621,7 @@ class _Fetch:
         wanted = {digest: row for digest, row in agreed.items() if digest not in known}
         total, done = sum(row.place.stored for row in wanted.values()), 0
         batch: list[Staged] = []
-        with ExitStack() as undo, closing(self._blobs.staged(wanted)) as coming:
+        with ExitStack() as undo, closing(self._blobs.staged([wanted])) as coming:
             undo.callback(lambda: _discard_all(batch))
             for row, item in coming:
                 batch.append(item)
@@ -583,6 +676,11 @@ class _Fetch:
             finally:
                 _discard(part)
             self._naming.came(rows)
+
+
+def _just_come(row: Row) -> KnownBlob:
+    """The blob of a row, for further names: it is committed with the first one, or has been."""
+    return KnownBlob(Blob(row.digest, row.size, 0, row.place.codec, LOOSE, 0), may_be_received=True)
 
 
 def _agrees(blob: Blob, row: Row) -> bool:

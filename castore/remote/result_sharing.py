@@ -148,7 +148,7 @@ class ResultSharing:
                 self._commit([(_spec(row), known)])
                 return
         blobs = BlobFetcher(self._parts, self._bucket, self._pool)
-        with closing(blobs.staged({row.digest: row})) as coming:
+        with closing(blobs.staged([{row.digest: row}])) as coming:
             for _, staged in coming:
                 self._commit([(_spec(row), staged)])
 

@@ -685,7 +685,7 @@ def _in_quarantine(store: Store) -> bool:
 
 
 def _pull_lazily(folder: Folder) -> int:
-    pull._NAMES = 4
+    pull._FIRST_PLANNED = 4
     with opened(folder, "two") as store:
         return store.remote("team").pull(lazy=True).added
 

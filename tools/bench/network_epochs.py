@@ -32,6 +32,8 @@ BUCKET = "s3://bench"
 _BATCH, _SEED = 64, 20_26
 # Of the peers. Their default is 64 MB, which would make few chunks of this set.
 _CHUNK_BYTES = 8 << 20
+# Samples that castore shuffles together: about as many as a chunk of the peers has.
+_WINDOW = 500
 
 
 class Files(Dataset[torch.Tensor]):
@@ -121,7 +123,7 @@ def _castore_streamed(folder: Path, samples: int, options: dict[str, Any]) -> It
     with castore.Store(folder / STORE, memory=0) as store:
         dataset = Names(folder / STORE, samples)
         pull = store.remote(REMOTE).begin_pull()
-        sampler = WindowSampler(store, dataset.names, pull=pull, seed=_SEED)
+        sampler = WindowSampler(store, dataset.names, window=_WINDOW, pull=pull, seed=_SEED)
         yield DataLoader(dataset, sampler=sampler, **options)
 
 

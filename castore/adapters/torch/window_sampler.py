@@ -22,7 +22,6 @@ from castore import Store
 from castore.adapters.torch.ranks import read_ranks
 from castore.errors import CacheWarning, InvalidValueError
 from castore.names import check_name, require_several
-from castore.records import AWAY
 from castore.remote.outcomes import BackgroundPull
 from castore.units import as_whole
 
@@ -165,23 +164,19 @@ class WindowSampler(Sampler[int]):
             pull.result()  # raises the error of a pull that has failed
         names = [self._names[index] for index in window]
         # One name first: a look at all of them takes as long as some reads.
-        if is_coming and max(names) not in self._store:
+        if is_coming and (max(names) not in self._store or self._lacks(names)):
             return False
-        if is_coming or self._ahead:
-            found = self._store.find_many(names)
-            missing = set(names) - found.keys()
-            if is_coming and missing:
-                return False
-            if missing and pull is not None:
-                self._tell_of(missing)
-            if self._ahead and (
-                away := [name for name in names if name in found and found[name].blob.pack == AWAY]
-            ):
-                self._store.prefetch(away)
+        if pull is not None and not is_coming and not self._has_told and self._lacks(names):
+            self._tell_of(set(names) - self._store.find_many(names).keys())
+        if self._ahead:
+            self._store.prefetch(names)
         return True
 
+    def _lacks(self, names: list[str]) -> bool:
+        return self._store.index.count_of(names) < len(set(names))
+
     def _tell_of(self, missing: set[str]) -> None:
-        if not self._has_told:
+        if missing:
             self._has_told = True
             warnings.warn(
                 f"{min(missing)!r} and perhaps other names are not in {self._store.path}, though the pull has"

@@ -168,6 +168,7 @@ def test_a_pull_that_fails_is_the_epochs_error(empty: Store) -> None:
         next(iter(WindowSampler(empty, some_names(3), pull=pull)))
 
 
+@pytest.mark.filterwarnings("ignore:'samples/00000' and perhaps:castore.errors.CacheWarning")
 def test_a_pull_in_the_background_gives_names_in_order_in_epoch_0_alone(empty: Store) -> None:
     pull = BackgroundPull(is_first=True)
     pull.set_result(Pulled("main", "0", 0, 0, 0, 0, 0))

@@ -495,7 +495,7 @@ def _epochs_of(bench: Bench, storage: Storage, samples: int, folder: Path) -> It
             ],
             reference=mosaic,
             cold=True,
-            goals=[Goal(pulled, 1.5, mosaic), Goal(pulled, 1.5, litdata)],
+            goals=[Goal(beside, 1.5, mosaic), Goal(beside, 1.5, litdata)],
         )
         ways[local] = streamer("castore-local", True)
         with castore.Store(folder / "castore-local" / STORE) as store:

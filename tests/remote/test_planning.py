@@ -1,0 +1,186 @@
+"""A store that has none of the names plans its pull while bytes come, some names after the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from castore.errors import CorruptError, RemoteError, RemoteMissingError
+from castore.remote import commits, fetch, marker, pull
+from castore.remote.bucket import Bucket
+from castore.remote.folder_bucket import FolderBucket
+from castore.remote.keys import TREES
+from castore.remote.pages import Row
+from castore.remote.tree import Tree
+from tests.helpers import agrees_with_disk, flip, noise
+from tests.remote.conftest import MakeNode, Node
+from tests.remote.nodes import forget_carried, put_tree
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan three names, then six, then twelve each time; commit after two."""
+    monkeypatch.setattr(pull, "_FIRST_PLANNED", 3)
+    monkeypatch.setattr(pull, "_PLANNED", 12)
+    monkeypatch.setattr(pull, "_FIRST_COMMIT", 2)
+
+
+class Counting(FolderBucket):
+    """Notes the ranges that are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.ranges: list[str] = []
+
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        self.ranges.append(key)
+        return super().get_range(key, start, end)
+
+
+def rows_of(one: Node, bucket: Bucket) -> list[Row]:
+    head = commits.read_ref(bucket, "main")
+    assert head is not None
+    return list(Tree(commits.read_commit(bucket, head.commit).tree, one.pages.read).rows())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    contents=st.lists(st.tuples(st.integers(0, 25), st.booleans()), min_size=1, max_size=70),
+    before=st.integers(0, 3),
+    below=st.sampled_from(["", "their"]),
+)
+def test_names_that_share_bytes_come_whatever_is_planned_together(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[tuple[int, bool]], before: int, below: str
+) -> None:
+    folder = tmp_path_factory.mktemp("planning")
+    bucket = FolderBucket(folder / "bucket")
+    marker.prepare(bucket, read_only=False)
+    one, two = Node(folder / "one", bucket), Node(folder / "two", bucket)
+    try:
+        living: dict[str, bytes] = {}
+        for number, (content, expires) in enumerate(contents):
+            data = noise(1 + 3000 * (content % 5), content)
+            one.store.put(f"n/{number:03}", data, ttl=1000 if expires else None)
+            living[f"{below}/n/{number:03}" if below else f"n/{number:03}"] = data
+        one.push()
+        for content in range(before):  # bytes that the store has under other names
+            two.store.put(f"own/{content}", noise(1 + 3000 * (content % 5), content))
+        pulled = two.pull(below=below)
+        found = {name: data for name, data in two.contents().items() if not name.startswith("own/")}
+        assert found == living
+        assert (pulled.added, pulled.unchanged) == (len(living), 0)
+        new = set(living.values()) - {two.store.get(f"own/{at}") for at in range(before)}
+        assert pulled.fetched <= sum(map(len, new)) * 1.1 + 200 * len(new) + 200
+        agrees_with_disk(two.store)
+        assert two.store.verify().bad == []
+        assert two.seen == [] or two.seen[-1][0] == two.seen[-1][1]
+        assert two.pull(below=below).unchanged == len(living)
+    finally:
+        one.close()
+        two.close()
+
+
+def test_progress_never_falls_and_ends_at_all(node: MakeNode) -> None:
+    one, two, three = node("one"), node("two"), node("three")
+    one.store.put_many((f"{number:03}", noise(30_000, number)) for number in range(100))
+    one.push()
+    two.pull()
+    three.pull(lazy="team")
+    for seen in (two.seen, three.seen):
+        assert sorted(done for done, _ in seen) == [done for done, _ in seen]
+        assert len({total for _, total in seen}) == 1
+        assert seen[-1][0] == seen[-1][1]
+    assert len(three.seen) > 5
+
+
+def test_names_that_expire_are_not_counted_in_progress(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many((f"{number:03}", noise(30_000, number)) for number in range(0, 40, 2))
+    for number in range(1, 40, 2):
+        one.store.put(f"{number:03}", noise(30_000, number), ttl=3600)
+    one.push()
+    ends = time.time() + 3601
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: ends)
+        pulled = two.pull()
+    assert (pulled.added, pulled.expired) == (20, 20)
+    assert two.seen[-1][0] == two.seen[-1][1] < 21 * 30_000
+
+
+def test_a_pickle_ends_a_pull_and_leaves_what_came_before_it(node: MakeNode, bucket: Bucket) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many((f"{number:03}", noise(3000, number)) for number in range(40))
+    one.push()
+    rows = rows_of(one, bucket)
+    rows[30] = rows[30]._replace(serializer="pickle")
+    put_tree(bucket, rows, "evil")
+    for lazy in (None, "team"):
+        with pytest.raises(RemoteError, match=r"'030' in .* is a 'pickle', which runs code"):
+            two.pull(ref="evil", lazy=lazy)
+        assert set(two.contents()) <= {row.name for row in rows[:30]}
+    agrees_with_disk(two.store)
+    came = len(list(two.store.entries()))
+    assert two.pull().added == 40 - came
+    assert two.contents() == one.contents()
+
+
+def test_a_damaged_page_ends_a_pull_and_the_next_one_goes_on(node: MakeNode, tmp_path: Path) -> None:
+    one, two = node("one"), node("two")
+    one.store.put_many((f"{number:05}", noise(40, number)) for number in range(6000))
+    one.push()
+    forget_carried(tmp_path / "bucket")
+    pages = sorted((tmp_path / "bucket" / TREES).rglob("*"), key=lambda path: path.stat().st_size)
+    leaf = next(path for path in reversed(pages) if path.is_file())
+    whole = leaf.read_bytes()
+    flip(leaf, len(whole) // 2)
+    with pytest.raises(CorruptError, match=r"page .* is damaged"):
+        two.pull()
+    agrees_with_disk(two.store)
+    came = len(list(two.store.entries()))
+    assert came < 6000
+    leaf.write_bytes(whole)
+    assert two.pull().added == 6000 - came
+    assert two.contents() == one.contents()
+
+
+def test_names_far_from_their_neighbours_in_the_packs_are_planned_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "_FIRST_PLANNED", 50)
+    bucket = Counting(tmp_path / "bucket")
+    marker.prepare(bucket, read_only=False)
+    one, two, three = (Node(tmp_path / name, bucket) for name in ("one", "two", "three"))
+    try:
+        for shift in range(20):  # each push has a pack of its own, and neighbours by name are in all of them
+            one.store.put_many((f"{number:05}", noise(2000, number)) for number in range(shift, 2000, 20))
+            one.push()
+        pulled = two.pull()
+        assert pulled.added == 2000
+        assert two.contents() == one.contents()
+        # Those of the first fifty names, and the rest of each pack.
+        assert len(bucket.ranges) <= 20 + 20 + 5
+        bucket.ranges.clear()
+        monkeypatch.setattr(fetch, "_FEW_STRETCHES", 1000)
+        assert three.pull().added == 2000
+        assert len(bucket.ranges) > 1000
+    finally:
+        for each in (one, two, three):
+            each.close()
+
+
+def test_a_prefix_of_expired_names_alone_says_so(node: MakeNode) -> None:
+    one, two = node("one"), node("two")
+    one.store.put("old/a", b"1", ttl=3600)
+    one.store.put("new", b"2")
+    one.push()
+    with pytest.MonkeyPatch.context() as patch:
+        later = time.time() + 3601
+        patch.setattr(time, "time", lambda: later)
+        with pytest.raises(RemoteMissingError, match="no name at or below 'old' that has not expired"):
+            two.pull("old")
+    with pytest.raises(RemoteMissingError, match=r"no name at or below 'none'$"):
+        two.pull("none")
