@@ -138,7 +138,11 @@ class BlobFetcher:
         self._lost_dictionaries: dict[int, str] = {}
 
     def staged(
-        self, wanted: Iterable[Mapping[bytes, Row]], *, left_to_readers: Container[bytes] = ()
+        self,
+        wanted: Iterable[Mapping[bytes, Row]],
+        *,
+        left_to_readers: Container[bytes] = (),
+        on_wait: Callable[[], object] | None = None,
     ) -> Generator[tuple[Row, Staged]]:
         """Blobs in the order in which they come; some requests are under way ahead.
 
@@ -146,6 +150,7 @@ class BlobFetcher:
             wanted: blobs by their digests, in pieces. A piece is asked for when the requests of those before
                 it are under way.
             left_to_readers: digests of blobs that are staged `as_received`.
+            on_wait: called before a wait for bytes, in this thread, which has nothing else to do.
 
         Raises:
             CorruptError: the remote's bytes are not those of the rows.
@@ -160,6 +165,8 @@ class BlobFetcher:
                     pending.add(self._pool.submit(work, request))
                 if not pending:
                     return
+                if on_wait is not None and not any(future.done() for future in pending):
+                    on_wait()
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 if any(map(_has_failed, done)):
                     # The requests under way end first: what they bring need not travel again.

@@ -44,12 +44,12 @@ from castore.units import format_size
 from castore.write.open_pack import Vanished
 from castore.write.staging import KnownBlob, Staged
 
-# Names that are planned together, and committed together with bytes. In a large index each digest of a commit
-# is on a page of its own, so fewer and larger commits write far fewer pages. Somebody may wait for the first
-# names, so the first ones are few, and the next ones twice as many each time. Without bytes, a commit has the
-# names that are planned together.
+# Names that are planned together: few at first, since somebody may wait for these, and then twice as many
+# each time. Without bytes they are committed together, too.
 _FIRST_PLANNED, _PLANNED = 1000, 8000
-_FIRST_COMMIT, _COMMIT = 250, 1000
+# Names committed together with bytes. In a large index each digest of a commit is on a page of its own, so
+# fewer and larger commits write far fewer pages. A pull that would wait for bytes commits fewer meanwhile.
+_COMMIT, _COMMIT_MEANWHILE = 1000, 250
 # Digests looked up together.
 _DIGESTS = 500
 # Seconds after which what has come is committed in any case.
@@ -554,11 +554,10 @@ class _Fetch:
     def fetch(self, plan: _Plan) -> int:
         """Have all rows' blobs and names in the store; returns the bytes that came."""
         done = uncommitted = reported = 0
-        enough = min(_FIRST_COMMIT, _COMMIT)
-        with (
-            ExitStack() as undo,
-            closing(self._blobs.staged(self._wanted(plan), left_to_readers=self._sound)) as coming,
-        ):
+        blobs = self._blobs.staged(
+            self._wanted(plan), left_to_readers=self._sound, on_wait=self._commit_meanwhile
+        )
+        with ExitStack() as undo, closing(blobs) as coming:
             undo.callback(lambda: _discard(self._staged))
             try:
                 for row, item in coming:
@@ -572,8 +571,8 @@ class _Fetch:
                     if done >= reported + _REPORT_BYTES or done == total:
                         self._progress(done, total)
                         reported = done
-                    if len(self._staged) >= enough or uncommitted > 4 * REQUEST_BYTES or self._is_due():
-                        uncommitted, enough = 0, min(2 * enough, _COMMIT)
+                    if len(self._staged) >= _COMMIT or uncommitted > 4 * REQUEST_BYTES or self._is_due():
+                        uncommitted = 0
                         self._commit_staged()
             except (RemoteError, CorruptError):
                 self._commit_staged()  # what has come need not travel again
@@ -604,6 +603,10 @@ class _Fetch:
             self._sound |= new.keys() - doubtful
             self._asked += sum(row.place.stored for row in new.values())
             yield new
+
+    def _commit_meanwhile(self) -> None:
+        if len(self._staged) >= _COMMIT_MEANWHILE:
+            self._commit_staged()
 
     def _commit_staged(self) -> None:
         ready, self._staged = self._staged, []

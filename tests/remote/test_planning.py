@@ -23,10 +23,11 @@ from tests.remote.nodes import forget_carried, put_tree
 
 @pytest.fixture(autouse=True)
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan three names, then six, then twelve each time; commit after two."""
+    """Plan three names, then six, then twelve each time; commit after four, or two."""
     monkeypatch.setattr(pull, "_FIRST_PLANNED", 3)
     monkeypatch.setattr(pull, "_PLANNED", 12)
-    monkeypatch.setattr(pull, "_FIRST_COMMIT", 2)
+    monkeypatch.setattr(pull, "_COMMIT", 4)
+    monkeypatch.setattr(pull, "_COMMIT_MEANWHILE", 2)
 
 
 class Counting(FolderBucket):
