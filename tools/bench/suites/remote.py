@@ -53,7 +53,7 @@ ABOUT = (
     "Samples are Python source of 20 KB each, which mosaicml-streaming and litdata keep in zstd too, in "
     "chunks of 8 MB (their default is 64 MB, which would be few chunks of this set). Samples are read by "
     "two workers of a DataLoader in random order: castore's as files of a mount, or a batch by a `get_many` "
-    "after a pull, lazy or with all bytes; or beside a pull (`begin_pull`), in windows of 1,000 samples. The "
+    "after a pull, lazy or with all bytes; or beside a pull (`begin_pull`), in windows of 500. The "
     "time of the first epoch includes the mount, the pull, or the opening of the streamed dataset, but no "
     "imports. All rows begin with the kernel's caches dropped, and "
     "pulls and reads with a store or a cache that has nothing, unless the row says otherwise."
