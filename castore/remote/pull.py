@@ -66,8 +66,7 @@ class _Plan:
     must leave all names as they are.
 
     Args:
-        tree: of the commit.
-        prefix: the part of the tree that counts.
+        is_all: see below.
 
     Attributes:
         rows: those that were taken, each with its name in the store.
@@ -79,29 +78,23 @@ class _Plan:
         has_rows: whether anything is to be taken.
     """
 
-    def __init__(self, tree: Tree, prefix: str) -> None:
+    def __init__(self, is_all: bool) -> None:
         self.rows: list[tuple[str, Row]] = []
         self.before: dict[str, Content] = {}
         self.agreed: list[Row] = []
         self.new_agreed: list[str] = []
         self.dropped: dict[str, Content] = {}
-        self.is_all, self.has_rows = not prefix, False
+        self.is_all, self.has_rows = is_all, False
         self.added = self.changed = self.unchanged = self.expired = 0
-        self._tree, self._prefix = tree, prefix
         self._coming: Iterator[tuple[str, Row]] = iter(())
         self._size = _FIRST_PLANNED
         self._left = 0, 0
 
-    def give(self, coming: Iterable[tuple[str, Row]]) -> None:
-        """Have these rows taken, in their order. They are planned as they are taken, if ``coming`` is a
-        generator.
-        """
-        rows = iter(coming)
-        first = next(rows, None)
+    def give(self, coming: Iterator[tuple[str, Row]], names: int, stored: int) -> None:
+        """Have these rows taken, in their order: at most so many names, and stored bytes."""
+        first = next(coming, None)
         if first is not None:
-            self.has_rows, self._coming = True, chain((first,), rows)
-            leaves = list(self._tree.leaves(self._prefix))
-            self._left = sum(leaf.entries for leaf in leaves), sum(leaf.stored for leaf in leaves)
+            self.has_rows, self._coming, self._left = True, chain((first,), coming), (names, stored)
 
     def take(self, *, all_others: bool = False) -> list[tuple[str, Row]]:
         """The next rows, more each time; none after the last ones."""
@@ -116,7 +109,7 @@ class _Plan:
 
     @property
     def left(self) -> tuple[int, int]:
-        """At most so many names, and stored bytes, are left to take, as the tree says."""
+        """At most so many names, and stored bytes, are left to take."""
         return max(0, self._left[0]), max(0, self._left[1])
 
 
@@ -271,11 +264,16 @@ def _plan(
     ref: str,
 ) -> _Plan:
     """The names that the commit has changed since ``base``, and that the store has not."""
-    start, now, plan = f"{below}/" if below else "", time.time(), _Plan(tree, prefix)
+    start, now, plan = f"{below}/" if below else "", time.time(), _Plan(not prefix)
     ours = parts.index.entries(start + prefix if prefix else below, now, damaged=False)
     first = next(ours, None)
     if first is None and (base is None or base.root == tree.root):
-        plan.give(_new_rows(plan, bucket, tree, prefix, below, now))
+        leaves = list(tree.leaves(prefix))
+        plan.give(
+            _new_rows(plan, bucket, tree, prefix, below, now),
+            sum(leaf.entries for leaf in leaves),
+            sum(leaf.stored for leaf in leaves),
+        )
         return plan
     ours = ours if first is None else chain((first,), ours)
     rows, nested = _changed_rows(
@@ -283,7 +281,7 @@ def _plan(
     )
     for _, row in rows:
         refuse_pickle(row, bucket)
-    plan.give(rows)
+    plan.give(iter(rows), len(rows), sum(row.place.stored for _, row in rows))
     plan.dropped = _make_way(parts, nested, tree, base, len(start), replace, ref)
     return plan
 
@@ -604,6 +602,21 @@ class _Fetch:
             self._asked += sum(row.place.stored for row in new.values())
             yield new
 
+    def _without(
+        self, changed: set[str], specs: list[tuple[EntrySpec, Staged]]
+    ) -> Iterator[tuple[EntrySpec, Staged]]:
+        """What is left to commit. Bytes of a name that is left out go to the next one that has them."""
+        unnamed: dict[bytes, tuple[Staged, Row]] = {}
+        for spec, item in specs:
+            if spec.name in changed:
+                if not isinstance(item, KnownBlob):  # a name that is planned later has them fetched again
+                    unnamed[item.digest] = item, self._came.pop(item.digest)
+            elif item.digest in unnamed:
+                own, self._came[item.digest] = unnamed.pop(item.digest)
+                yield spec, own
+            else:
+                yield spec, item
+
     def _commit_meanwhile(self) -> None:
         if len(self._staged) >= _COMMIT_MEANWHILE:
             self._commit_staged()
@@ -666,8 +679,8 @@ class _Fetch:
             ]
 
             def leave_out(_: Write, rows: list[tuple[str, Row]] = rows, specs: list[Any] = specs) -> None:
-                changed = self._naming.leave_out(rows)
-                specs[:] = [pair for pair in specs if pair[0].name not in changed]
+                if changed := self._naming.leave_out(rows):
+                    specs[:] = self._without(changed, specs)
 
             self._naming.coming(rows)
             try:

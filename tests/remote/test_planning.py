@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from castore.errors import CorruptError, RemoteError, RemoteMissingError
+from castore.errors import ConflictError, CorruptError, RemoteError, RemoteMissingError
 from castore.remote import commits, fetch, marker, pull
 from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
@@ -185,3 +185,27 @@ def test_a_prefix_of_expired_names_alone_says_so(node: MakeNode) -> None:
             two.pull("old")
     with pytest.raises(RemoteMissingError, match=r"no name at or below 'none'$"):
         two.pull("none")
+
+
+def test_bytes_of_a_name_that_somebody_changes_meanwhile_come_for_the_others_that_have_them(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node("one"), node("two")
+    shared = {number: noise(3000, number) for number in range(10)}
+    one.store.put_many((f"{number:03}", shared[number % 10]) for number in range(60))
+    one.push()
+    coming = pull._Naming.coming
+
+    def change(naming: pull._Naming, rows: list[tuple[str, Row]]) -> None:
+        coming(naming, rows)
+        for name, _ in rows:
+            if name < "010":  # each of these brings the bytes for five others, most of them planned later
+                two.store.put(name, b"our own")
+
+    monkeypatch.setattr(pull._Naming, "coming", change)
+    with pytest.raises(
+        ConflictError, match="'000' and 9 more names changed here while ref 'main' was pulled"
+    ):
+        two.pull()
+    assert two.contents() == one.contents() | {f"{number:03}": b"our own" for number in range(10)}
+    agrees_with_disk(two.store)
