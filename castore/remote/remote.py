@@ -375,7 +375,8 @@ class Remote:
         shard: tuple[int, int] = (0, 1),
         progress: Progress | None = None,
     ) -> Warmed:
-        """Fetch bytes before a mount of the ref reads them. Bytes that are here already do not travel.
+        """Fetch bytes before a mount of the ref reads them. Bytes that are here already do not travel. If
+        some are damaged or gone, all others come.
 
         Args:
             prefix: of the names, default all.
@@ -388,8 +389,8 @@ class Remote:
         Raises:
             InvalidValueError: there is no such shard, or ``commit`` is not 6 or more hex digits.
             FullError: it does not fit into the store's budget.
-            RemoteMissingError: there is no such ref, commit or prefix.
-            CorruptError: the commit is damaged, or a page of its tree is.
+            RemoteMissingError: there is no such ref, commit or prefix, or bytes are gone.
+            CorruptError: the commit is damaged, or a page of its tree is, or bytes are.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` is neither empty nor a name.
         """
         check_shard(shard)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from castore.errors import CorruptError, RemoteMissingError
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.kept_bytes import WHOLE_LIMIT, Division
 from castore.remote.pages import Row
@@ -41,7 +42,7 @@ def fetch_ahead(
     progress: Callable[[int], object] = lambda done: None,
     ended: threading.Event | None = None,
 ) -> None:
-    """Have the bytes of rows in the store.
+    """Have the bytes of rows in the store. All others come if some are damaged or gone.
 
     Args:
         fetcher: of the store.
@@ -52,31 +53,46 @@ def fetch_ahead(
 
     Raises:
         RemoteError: the remote cannot be used.
-        CorruptError: its bytes are damaged.
+        CorruptError: some of its bytes are damaged.
+        RemoteMissingError: some of its bytes are gone.
         FullError: the bytes fit neither the disk nor the budget.
     """
     pending: dict[Future[Any], int] = {}
+    losses: list[CorruptError | RemoteMissingError] = []
     with ThreadPoolExecutor(_REQUESTS) as pool:
         try:
             for size, call, fields in _requests(rows):
                 if ended is not None and ended.is_set():
                     break
                 if len(pending) == _REQUESTS:
-                    _finish(pending, wait(pending, return_when=FIRST_COMPLETED).done, progress)
+                    _finish(pending, wait(pending, return_when=FIRST_COMPLETED).done, progress, losses)
                 pending[pool.submit(fetcher.call, call, remote=remote, **fields)] = size
-            _finish(pending, wait(pending).done, progress)
+            _finish(pending, wait(pending).done, progress, losses)
         except KeyboardInterrupt:
             fetcher.abandon()
             raise
+    if losses:
+        first, others = losses[0], f" and in {len(losses) - 1} more places" * (len(losses) > 1)
+        text = f"all bytes have come but some that are damaged or gone, here{others}: {first}"
+        if isinstance(first, CorruptError):
+            raise CorruptError(text, digest=first.digest, where=first.where) from first
+        raise RemoteMissingError(text) from first
 
 
 def _finish(
-    pending: dict[Future[Any], int], done: Iterable[Future[Any]], progress: Callable[[int], object]
+    pending: dict[Future[Any], int],
+    done: Iterable[Future[Any]],
+    progress: Callable[[int], object],
+    losses: list[CorruptError | RemoteMissingError],
 ) -> None:
     for future in done:
         size = pending.pop(future)
-        future.result()
-        progress(size)
+        try:
+            future.result()
+        except (CorruptError, RemoteMissingError) as error:
+            losses.append(error)
+        else:
+            progress(size)
 
 
 def _requests(rows: Iterable[Row]) -> Iterator[tuple[int, str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -537,6 +537,42 @@ def test_what_was_warmed_is_read_whole_without_a_network_and_pulled_once(lazy: S
     assert lazy.pull(remote="team").fetched < 10_000, "seek tables alone, which are in no part"
     lazy.gc(grace=0)
     assert lazy.totals().stored <= before * 1.01
+
+
+def test_what_is_warmed_comes_but_for_what_the_remote_has_lost(tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    contents = {
+        f"{number}/{name}": noise(4000, 10 * number + name) for number in range(4) for name in range(9)
+    }
+    contents["2/large"] = noise(3_000_000, 1)
+    with Store(tmp_path / "one") as one:
+        remote = know(one, "team", url)
+        for number in range(4):
+            one.put_many((name, data) for name, data in contents.items() if name.startswith(f"{number}/"))
+            remote.push()
+    objects = {path for path in (tmp_path / "bucket" / "objects").rglob("*") if path.is_file()}
+    packs = {path for path in (tmp_path / "bucket" / "packs").rglob("*") if path.is_file()}
+    with node(tmp_path / "two", url) as two:
+        two.pull(remote="team", lazy=True)
+        gone = [objects.pop(), packs.pop()]
+        for path in gone:
+            path.rename(tmp_path / path.name)
+        with pytest.raises(
+            RemoteMissingError, match=r"^all bytes have come but some that are damaged or gone"
+        ):
+            two.remote("team").warm()
+        lacking = [entry.name for entry in two.entries() if entry.away]
+        assert len(lacking) == 10
+        assert len({name.split("/")[0] for name in lacking if name != "2/large"}) == 1
+        for path in gone:
+            (tmp_path / path.name).rename(path)
+        two.remote("team").warm()
+        assert not any(entry.away for entry in two.entries())
+        assert _get_all(two, contents) == contents
+
+
+def _get_all(store: Store, names: Iterable[str]) -> dict[str, bytes | None]:
+    return {name: store.get(name) for name in names}
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
