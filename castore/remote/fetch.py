@@ -243,7 +243,7 @@ class BlobFetcher:
         ):
             return self._stage_file(row, key, lambda start: iter([stored[start:]]))
         if frame_of(stored) != place.frames:
-            raise self._damaged(row, key, "its bytes differ from what the tree says")
+            raise self._damaged(row, key, "they differ from what the tree says")
         payload = bytes(stored)
         dictionary = self.have_dictionary(row, payload)
         pack = self._parts.writer.received if as_received else self._parts.writer.pack

@@ -7,11 +7,12 @@ the next one goes on behind them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, closing
 from itertools import chain, islice
 from operator import itemgetter
+from pathlib import PurePosixPath
 from typing import Any
 
 from castore.errors import (
@@ -61,9 +62,9 @@ _REPORT_BYTES = 256 << 10
 class _Plan:
     """The names that a pull changes in the store, in order, and those that are equal already.
 
-    A store that has none of the names cannot have changed one. Its plan is made while bytes come: `take`
-    reads the next pages of the tree. Any other plan is whole before the first name comes, since a conflict
-    must leave all names as they are.
+    A store that has nothing at that place cannot have changed a name. Its plan is made while bytes come:
+    `take` reads the next pages of the tree. Any other plan is whole before the first name comes, since a
+    conflict must leave all names as they are.
 
     Args:
         is_all: see below.
@@ -230,8 +231,9 @@ def pull(
     lost.require_none(bucket, ref, [*plan.agreed, *(row for _, row in plan.rows)])
     if left:
         raise ConflictError(
-            f"{list_names(sorted(left))} changed here while ref {ref!r} was pulled, and stay as they are;"
-            " the others have come; pull again to compare",
+            f"changed here while ref {ref!r} was pulled, by somebody or by another pull, and left as it is:"
+            f" {list_names(sorted(left))}; the others have come; pull again with --replace to take the ref's"
+            " bytes, or --as another folder",
             names=tuple(sorted(left)),
         )
     return Pulled(ref, commit.hex(), plan.added, plan.changed, plan.unchanged, fetched, plan.expired, removed)
@@ -289,7 +291,7 @@ def _plan(
 def _new_rows(
     plan: _Plan, bucket: Bucket, tree: Tree, prefix: str, below: str, now: float
 ) -> Iterator[tuple[str, Row]]:
-    """The rows for a store that has none of the names, with these."""
+    """The rows for a store that has nothing at that place, with the names that they get."""
     for row in tree.rows(prefix):
         if row.expires is None or row.expires > now:
             refuse_pickle(row, bucket)
@@ -427,6 +429,22 @@ class _Naming:
         self.left_out |= changed
         return changed
 
+    def leave_in_way(self, rows: Sequence[tuple[str, Row]]) -> set[str]:
+        """Leave out the names that cannot be: somebody has made them folders here meanwhile, or made a file
+        of a folder above them. Returns these.
+        """
+        now = time.time()
+        folders = {name: list(map(str, PurePosixPath(name).parents))[:-1] for name, _ in rows}
+        files = self._index.contents_of(list({folder for some in folders.values() for folder in some}), now)
+        found = {
+            name
+            for name, above in folders.items()
+            if not files.keys().isdisjoint(above)
+            or any(entry.name != name for entry in islice(self._index.entries(name, now, damaged=False), 2))
+        }
+        self.left_out |= found
+        return found
+
     def drop(self, names: dict[str, Content]) -> int:
         """Drop names that are in the way, if the store has them still as the plan has seen them.
 
@@ -461,13 +479,13 @@ def _name(
     lock_yield = LockYield()
     while some := plan.take():
         naming.coming(some)
-        with parts.index.write() as txn:
-            changed = naming.leave_out(some)
-            named = [(name, row) for name, row in some if name not in changed]
-            specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in named]
-            if specs:
-                placed = places.record(txn, [_remote_place(remote, row) for _, row in named])
-                txn.set_entries(specs, placed, time.time())
+        try:
+            named = _name_some(parts, remote, some, naming)
+        except NameConflictError:
+            if not (in_way := naming.leave_in_way(some)):
+                raise
+            others = [(name, row) for name, row in some if name not in in_way]
+            named = _name_some(parts, remote, others, naming)
         naming.came(named)
         done += len(some)
         progress(done, done + plan.left[0])
@@ -485,6 +503,20 @@ def _name(
             with parts.index.write() as txn:
                 places.refresh(txn, moved)
             lock_yield.pause_if_due()
+
+
+def _name_some(
+    parts: Parts, remote: str, rows: list[tuple[str, Row]], naming: _Naming
+) -> list[tuple[str, Row]]:
+    """Commit names, and where their blobs are; returns those that were not left out."""
+    with parts.index.write() as txn:
+        changed = naming.leave_out(rows)
+        named = [(name, row) for name, row in rows if name not in changed]
+        specs = [EntrySpec(name, row.serializer, row.metadata, row.expires, False) for name, row in named]
+        if specs:
+            placed = places.record(txn, [_remote_place(remote, row) for _, row in named])
+            txn.set_entries(specs, placed, time.time())
+    return named
 
 
 def _remote_place(remote: str, row: Row) -> RemotePlace:
@@ -547,11 +579,20 @@ class _Fetch:
         self._came: dict[bytes, Row] = {}
         self._sound: set[bytes] = set()
         self._staged: list[tuple[tuple[str, Row], Staged]] = []
-        self._asked = 0
+        self._again: list[tuple[str, Row]] = []
+        self._asked = self._done = 0
 
     def fetch(self, plan: _Plan) -> int:
         """Have all rows' blobs and names in the store; returns the bytes that came."""
-        done = uncommitted = reported = 0
+        self._fetch(plan)
+        while self._again:
+            self._fetch(plan)
+        self._restore([row for row in plan.agreed if row.digest not in self._under_way])
+        drop_parts(self._parts.index, self._blobs.in_parts)
+        return self._blobs.fetched
+
+    def _fetch(self, plan: _Plan) -> None:
+        uncommitted = reported = 0
         blobs = self._blobs.staged(
             self._wanted(plan), left_to_readers=self._sound, on_wait=self._commit_meanwhile
         )
@@ -563,12 +604,12 @@ class _Fetch:
                     self._came[row.digest] = row
                     self._staged.append((first, item))
                     self._staged += [(other, _just_come(row)) for other in others]
-                    done += row.place.stored
+                    self._done += row.place.stored
                     uncommitted += row.place.stored
                     total = self._asked + plan.left[1]
-                    if done >= reported + _REPORT_BYTES or done == total:
-                        self._progress(done, total)
-                        reported = done
+                    if self._done >= reported + _REPORT_BYTES or self._done == total:
+                        self._progress(self._done, total)
+                        reported = self._done
                     if len(self._staged) >= _COMMIT or uncommitted > 4 * REQUEST_BYTES or self._is_due():
                         uncommitted = 0
                         self._commit_staged()
@@ -576,15 +617,13 @@ class _Fetch:
                 self._commit_staged()  # what has come need not travel again
                 raise
             self._commit_staged()
-        self._restore([row for row in plan.agreed if row.digest not in self._under_way])
-        drop_parts(self._parts.index, self._blobs.in_parts)
-        return self._blobs.fetched
 
     def _wanted(self, plan: _Plan) -> Iterator[dict[bytes, Row]]:
         """The blobs that names want, by their digests, as the names are planned. Names of blobs that are here
         are committed.
         """
-        while pairs := plan.take(all_others=self._blobs.are_scattered):
+        while pairs := self._again or plan.take(all_others=self._blobs.are_scattered):
+            self._again = []
             new: dict[bytes, Row] = {}
             for pair in pairs:
                 _, row = pair
@@ -602,10 +641,21 @@ class _Fetch:
             self._asked += sum(row.place.stored for row in new.values())
             yield new
 
+    def _take_apart(self, rows: list[tuple[str, Row]]) -> bool:
+        """Leave out the names of a commit that are in the way of names here, if any are, and have the others
+        fetched again; returns whether any are.
+        """
+        in_way = self._naming.leave_in_way(rows)
+        if in_way:
+            self._again += [(name, row) for name, row in rows if name not in in_way]
+            for _, row in rows:
+                self._came.pop(row.digest, None)
+        return bool(in_way)
+
     def _without(
         self, changed: set[str], specs: list[tuple[EntrySpec, Staged]]
     ) -> Iterator[tuple[EntrySpec, Staged]]:
-        """What is left to commit. Bytes of a name that is left out go to the next one that has them."""
+        """The names to commit. Bytes of a name that is left out go to the next one that has them."""
         unnamed: dict[bytes, tuple[Staged, Row]] = {}
         for spec, item in specs:
             if spec.name in changed:
@@ -670,8 +720,12 @@ class _Fetch:
         return known, doubtful
 
     def _commit(self, staged: list[tuple[tuple[str, Row], Staged]]) -> None:
+        unnamed: set[bytes] = set()
         for start in range(0, len(staged), _COMMIT):
             part = staged[start : start + _COMMIT]
+            if unnamed:  # the bytes of some names were to come with names that were not committed
+                self._again += [pair for pair, item in part if item.digest in unnamed]
+                part = [(pair, item) for pair, item in part if item.digest not in unnamed]
             rows = [pair for pair, _ in part]
             specs = [
                 (EntrySpec(name, row.serializer, row.metadata, row.expires, False), item)
@@ -685,6 +739,11 @@ class _Fetch:
             self._naming.coming(rows)
             try:
                 self._parts.writer.name(specs, leave_out)
+            except NameConflictError:
+                if not self._take_apart(rows):
+                    raise
+                unnamed |= {row.digest for _, row in rows}
+                continue
             except Vanished as error:
                 raise RemoteError(
                     f"gc removed blobs of {self._parts.path} while this pull named them; pull again"

@@ -188,8 +188,8 @@ class Remote:
             ConflictError: names changed both here and in the ref; its ``names`` lists them.
             NameConflictError: a name would be a file of the store and a folder of the ref, or the other way
                 round, without ``replace``.
-            RemoteMissingError: there is no such ref, commit or prefix; or bytes are gone, and all other names
-                have come.
+            RemoteMissingError: there is no such ref, commit or prefix, or a page of the tree is gone; or
+                bytes are gone, and all other names have come.
             CorruptError: the commit is damaged, or a page of its tree is; or bytes are, and all other names
                 have come.
             InvalidNameError: ``ref`` cannot be the name of a ref, or ``prefix`` or ``below`` is neither empty

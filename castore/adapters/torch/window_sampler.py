@@ -45,8 +45,9 @@ class WindowSampler(Sampler[int]):
         ahead: number of windows whose bytes come before they are read; 0 for none.
         pull: of `castore.Remote.begin_pull`, if names are still coming. In epoch 0 the windows then follow
             the order of the names, which is that of the pull, and each waits until its names have come; on a
-            node that had some names before, until all have. Epoch 0 ends with the pull's error, if it has
-            one. To resume in the middle of epoch 0, give a pull again: it tells the order.
+            node that had some names before, until all have. Nothing else may write these names meanwhile.
+            Epoch 0 ends with the pull's error, if it has one. To resume in the middle of epoch 0, give a pull
+            again: it tells the order.
         shuffle: False gives the sorted order of the names, in all epochs.
         seed: of the order, with the epoch; the same in all ranks.
         rank, num_replicas: the rank and the world size, both or neither. By default those of torch's process
