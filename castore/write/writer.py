@@ -199,8 +199,8 @@ class BlobWriter:
         """A blob that the store has already; None if it is missing or damaged.
 
         Args:
-            may_be_away: bytes will do that are received or only in a remote. By default only the store's own
-                bytes will do (`Blob.is_own`), since a caller who has the content can write it.
+            may_be_away: bytes will do that are received or only in a remote. By default the blob needs bytes
+                of the store's own (`Blob.is_own`): the caller has the content, and can write it.
         """
         blob = self._index.blob(digest)
         if blob is None or not (blob.is_own or (may_be_away and (blob.is_here or blob.pack == AWAY))):
