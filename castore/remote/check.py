@@ -1,16 +1,16 @@
 """Checks that a bucket has all that its refs mean, and finds what no ref means.
 
-Reads listings and trees: one request for each thousand objects. With ``deep`` it reads every object, and
-compares its bytes with its name. Mends nothing: `push` does that, given the bad objects. A shared result that
-is damaged or gone is no problem, because it is computed again.
+Reads listings and trees: one request for each thousand objects. With ``deep`` it has every object read
+(deep_check.py). Mends nothing: `push` does that, given the bad objects. A shared result that is damaged or
+gone is no problem, because it is computed again.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-
-from blake3 import blake3
+from typing import NamedTuple
 
 from castore.errors import (
     CorruptError,
@@ -23,12 +23,14 @@ from castore.remote import commits, marker
 from castore.remote.bucket import Bucket
 from castore.remote.collection_state import was_cut
 from castore.remote.commits import Commit
+from castore.remote.deep_check import Claim, DeepCheck, claim_of
 from castore.remote.keys import (
     COMMITS,
     HINTS,
     RESULTS,
     TREES,
     commit_key,
+    dictionary_key,
     hint_key,
     object_key,
     page_key,
@@ -53,21 +55,34 @@ _LOST_REF = (
 _MISSING_BETWEEN = "it is missing, and only through it can older commits be found"
 
 
+class _At(NamedTuple):
+    """A commit that means something: a ref with it, its digits ("" for the newest of the ref), its tree."""
+
+    ref: str
+    digits: str
+    tree: bytes
+
+    def problem(self, key: str, why: str, names: Iterable[str]) -> RemoteProblem:
+        """The problem that an object is for this commit."""
+        of = f"; commit {self.digits} of its history needs it" if self.digits else ""
+        return RemoteProblem(self.ref, key, why + of, tuple(names))
+
+
 class _Need:
     """An object that commits need: the first of them, the bytes that it must have, and some of the names.
 
     Args:
-        ref: a ref with the commit.
-        commit: digits of the commit; "" for the newest of the ref.
+        at: the commit.
         is_packed: whether the object is a pack.
     """
 
-    def __init__(self, ref: str, commit: str, is_packed: bool) -> None:
-        self.ref = ref
-        self.commit = commit
+    def __init__(self, at: _At, is_packed: bool) -> None:
+        self.at = at
         self.is_packed = is_packed
         self.end = 0
         self.names: list[str] = []
+        #: With ``deep``: what rows say of the blobs in it, and the first commit that has such a row.
+        self.claims: dict[Claim, _At] = {}
 
     def add(self, row: Row) -> None:
         """Take note of a name."""
@@ -77,8 +92,7 @@ class _Need:
 
     def problem(self, key: str, why: str) -> RemoteProblem:
         """The problem that the object is."""
-        of = f"; commit {self.commit} of its history needs it" if self.commit else ""
-        return RemoteProblem(self.ref, key, why + of, tuple(self.names))
+        return self.at.problem(key, why, self.names)
 
 
 def check(
@@ -109,7 +123,7 @@ def check(
             damaged.append(RemoteProblem(ref, ref_key(ref), str(error), ()))
     lost = [RemoteProblem(ref, ref_key(ref), _LOST_REF, ()) for ref in known if ref not in refs]
     there = {listed.key: listed.size for folder in _FOLDERS for listed in bucket.listing(folder)}
-    found = _Meant(bucket, pages, pages.whole_commits(key for key in there if key.startswith(COMMITS)))
+    found = _Meant(bucket, pages, pages.whole_commits(key for key in there if key.startswith(COMMITS)), deep)
     # The newest commits first: an object that any of them needs is no matter of history.
     histories = {
         ref: pages.ahead(found.history(ref, seen.commit)) for ref, seen in refs.items() if seen is not None
@@ -127,20 +141,15 @@ def check(
         *_wrong_pages(there, found.pages, pages),
         *_missing(there, found.needs),
     ]
+    old: list[RemoteProblem] = []
     if deep:
-        bad = {problem.key for problem in problems}
-        keys = [key for key in (*found.pages, *found.needs) if key not in bad]
-        done, total = 0, sum(there[key] for key in keys)
-        for key, why in zip(keys, pool.map(lambda key: _damage(bucket, key), keys), strict=True):
-            done += there[key]
-            progress(done, total)
-            if why is not None and key in found.pages:
-                problems.append(RemoteProblem(found.pages[key], key, why, ()))
-            elif why is not None:
-                problems.append(found.needs[key].problem(key, why))
+        for is_old, problem in _read_all(
+            bucket, pool, there, found, {problem.key for problem in problems}, progress
+        ):
+            (old if is_old else problems).append(problem)
     hints = set(map(hint_key, refs))
     orphans = [key for key in there.keys() - meant - hints if not key.startswith("dicts/")]
-    in_history = {key for key, need in found.needs.items() if need.commit} | found.lost_history
+    in_history = {key for key, need in found.needs.items() if need.at.digits} | found.lost_history
     is_known = not damaged and not found.problems  # else refs may mean more than was found
     return Checked(
         sorted(refs),
@@ -148,7 +157,7 @@ def check(
         [problem for problem in problems if problem.key not in in_history],
         len(orphans) if is_known else None,
         sum(there[key] for key in orphans) if is_known else None,
-        [problem for problem in problems if problem.key in in_history],
+        [*(problem for problem in problems if problem.key in in_history), *old],
     )
 
 
@@ -158,12 +167,14 @@ class _Meant:
     Args:
         bucket, pages: of the remote. The cache may have what the bucket lacks.
         known: commits that were read before.
+        deep: keep what rows say of their blobs.
     """
 
-    def __init__(self, bucket: Bucket, pages: PageCache, known: Mapping[bytes, Commit]) -> None:
+    def __init__(self, bucket: Bucket, pages: PageCache, known: Mapping[bytes, Commit], deep: bool) -> None:
         self._bucket = bucket
         self._cache = pages
         self._known = known
+        self._is_deep = deep
         self.commits: set[str] = set()
         self.pages: dict[str, str] = {}
         self.needs: dict[str, _Need] = {}
@@ -206,6 +217,7 @@ class _Meant:
             return False
         digest, commit = found
         tree = Tree(commit.tree, self._read, self._cache.expect)
+        at = _At(ref, "" if is_newest else digest.hex()[:_DIGITS], commit.tree)
         try:
             leaves = [leaf for leaf in tree.leaves() if page_key(leaf.page) not in self.pages]
             new = [key for key in map(page_key, tree.pages()) if key not in self.pages]
@@ -215,9 +227,10 @@ class _Meant:
                     key = object_key(row.place.object, packed=row.place.is_packed)
                     need = self.needs.get(key)
                     if need is None:
-                        digits = "" if is_newest else digest.hex()[:_DIGITS]
-                        need = self.needs[key] = _Need(ref, digits, row.place.is_packed)
+                        need = self.needs[key] = _Need(at, row.place.is_packed)
                     need.add(row)
+                    if self._is_deep:
+                        need.claims.setdefault(claim_of(row), at)
             self.pages.update(dict.fromkeys(new, ref))
         except (RemoteUnreachableError, RemoteDeniedError):
             raise
@@ -230,6 +243,59 @@ class _Meant:
                     self.lost_history.add(key)
                 self.problems.append(RemoteProblem(ref, key, why, ()))
         return True
+
+    def untrue(self, claims: Mapping[str, Iterable[Claim]]) -> Iterator[tuple[str, _At, int, list[str]]]:
+        """Claims that are not so, by the keys of their objects: each key and commit that has some, how many,
+        and some of the names.
+        """
+        false: dict[_At, dict[str, set[Claim]]] = defaultdict(lambda: defaultdict(set))
+        for key, some in claims.items():
+            for claim in some:
+                false[self.needs[key].claims[claim]][key].add(claim)
+        for at, by_key in false.items():
+            names: dict[str, list[str]] = defaultdict(list)
+            for row in Tree(at.tree, self._read, self._cache.expect).rows():
+                key = object_key(row.place.object, packed=row.place.is_packed)
+                if key in by_key and claim_of(row) in by_key[key] and len(names[key]) < _NAMES:
+                    names[key].append(row.name)
+            for key, some in by_key.items():
+                yield key, at, len(some), names[key]
+
+
+def _read_all(
+    bucket: Bucket,
+    pool: Executor,
+    there: dict[str, int],
+    found: _Meant,
+    bad: Iterable[str],
+    progress: Progress,
+) -> Iterator[tuple[bool, RemoteProblem]]:
+    """Read all objects that refs mean, but for those that are bad already, and yield what is wrong; and
+    whether only older commits say so of an object.
+    """
+    deep = DeepCheck(bucket)
+    keys = [key for key in (*found.pages, *found.needs) if key not in bad]
+    done, total = 0, sum(there[key] for key in keys)
+    claims = (found.needs[key].claims if key in found.needs else () for key in keys)
+    untrue: dict[str, list[Claim]] = {}
+    dictionaries: dict[str, RemoteProblem] = {}
+    for key, damage in zip(keys, pool.map(deep.damage, keys, claims), strict=True):
+        done += there[key]
+        progress(done, total)
+        if damage.why is not None and key in found.pages:
+            yield False, RemoteProblem(found.pages[key], key, damage.why, ())
+        elif damage.why is not None:
+            yield False, found.needs[key].problem(key, damage.why)
+        if damage.untrue:
+            untrue[key] = damage.untrue
+        for number, why in damage.dictionaries.items():
+            lost = dictionary_key(number)
+            dictionaries.setdefault(lost, found.needs[key].problem(lost, why))
+    for problem in dictionaries.values():
+        yield False, problem
+    for key, at, count, names in found.untrue(untrue):
+        why = f"the tree has another digest, size or frames for {count} of the blobs in it"
+        yield bool(at.digits), at.problem(key, why, names)
 
 
 def _meant_by_results(bucket: Bucket) -> Iterator[str]:
@@ -257,13 +323,3 @@ def _missing(there: dict[str, int], needs: dict[str, _Need]) -> Iterator[RemoteP
             yield need.problem(key, _MISSING)
         elif size < need.end or (not need.is_packed and size != need.end):
             yield need.problem(key, f"it has {size} bytes, and the tree needs {need.end}")
-
-
-def _damage(bucket: Bucket, key: str) -> str | None:
-    hasher = blake3()
-    try:
-        for piece in bucket.stream(key):
-            hasher.update(piece)
-    except RemoteMissingError:
-        return _MISSING
-    return None if hasher.hexdigest() == key.rpartition("/")[2] else "its bytes have another digest"

@@ -93,9 +93,9 @@ def push(
         restore: also bring names that others have removed from the ref, and that the store has not changed.
         base: of the ref; the next one is kept there.
         remote: the remote's name in this store, which may know where blobs lie there.
-        bad: digests of objects that are missing or damaged. With any of them this is a repair: of the names
-            of the ref whose bytes lie there, those bytes are uploaded again that the store has under whatever
-            name, and no name of the store comes into the ref.
+        bad: digests of objects, and numbers of dictionaries, that are missing or damaged. With any of them
+            this is a repair: of the names of the ref whose bytes lie there, those bytes are uploaded again
+            that the store has under whatever name, and no name of the store comes into the ref.
 
     Raises:
         ConflictError: names have changed both here and in the ref since ``base``.
@@ -105,6 +105,7 @@ def push(
     """
     guard = Guard(bucket)
     sender = Sender(parts, bucket, pool, bad, guard, remote, progress)
+    sender.restore_dictionaries()
 
     def choose(head: Tree | None, before: Tree | None) -> _Plan:
         if bad:

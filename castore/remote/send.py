@@ -38,6 +38,8 @@ PACK_BYTES = 16 << 20
 # Objects of at most this many uploads are in memory, or open, at once.
 _UPLOADS = 6
 _DIGESTS = 500
+# Bytes of the number that names a dictionary.
+_NUMBER = 4
 
 
 class Sender:
@@ -47,7 +49,8 @@ class Sender:
         parts: of the store that has the blobs.
         bucket: of the remote.
         pool: uploads.
-        bad: digests of objects that are missing or damaged, and are not counted on.
+        bad: digests of objects, and numbers of dictionaries, that are missing or damaged and are not
+            counted on.
         guard: of this push. Once it is current no more, the caller calls `forget` and begins again.
         remote: the remote's name in this store, which may know where blobs lie there.
         progress: called with the bytes that are there, and those of all that is sent.
@@ -214,6 +217,13 @@ class Sender:
         if self._bucket.size(key) is None:
             self.put(key, self._parts.objects.dictionaries.load(number).data)
         self._dictionaries.add(number)
+
+    def restore_dictionaries(self) -> None:
+        """Upload those dictionaries again that are bad and that the store has."""
+        known = self._parts.objects.dictionaries
+        for number in (int.from_bytes(bad, "big") for bad in self._bad if len(bad) == _NUMBER):
+            if known.has(number):
+                self.put(dictionary_key(number), known.load(number).data)
 
     def _send_pack(self, pack: _Pack) -> None:
         data = pack.data()

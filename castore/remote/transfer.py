@@ -3,8 +3,8 @@
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore ever
 opens a connection. A caller starts this process by exec, and writes the call to its standard input as a line
 of JSON. The caller then reads lines of JSON from the pipe FD: progress, that the call waits for another one,
-and in the end the result or the error. Standard input stays open for as long as the caller lives. At the end
-of standard input the process stops.
+and in the end the result or the error. The process stops at the end of standard input, or when the caller is
+gone: workers that the caller has forked may hold standard input open for longer.
 
 The first requests go out before the modules of the call (calls.py) are imported: both take a tenth of a
 second. So this module imports what those requests need, and no more.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -34,6 +35,8 @@ from castore.system.single_flight import ComputeLocks
 _CONNECTIONS = 8
 # Seconds between two reports of progress.
 _REPORT_SECONDS = 0.1
+# Seconds between two looks for the caller.
+_LOOK_SECONDS = 1.0
 # Seconds that an interrupted call has for its clean-up.
 _PATIENCE = 10.0
 
@@ -67,10 +70,17 @@ def _send(message: dict[str, Any]) -> None:
         line = line[os.write(int(sys.argv[1]), line) :]
 
 
-def _end_with_caller() -> None:
-    """Interrupt the call once the caller is gone, or has closed its end; end for good if that takes long."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
+def _end_with_caller(caller: int) -> None:
+    """Interrupt the call once the caller is gone, or has closed its end; end for good if that takes long.
+
+    Args:
+        caller: the process that started this one.
+    """
+    poll = select.poll()
+    poll.register(sys.stdin, select.POLLIN)
+    while os.getppid() == caller:
+        if poll.poll(1000 * _LOOK_SECONDS) and not os.read(sys.stdin.fileno(), 4096):
+            break
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(_PATIENCE)
     os._exit(1)
@@ -94,14 +104,14 @@ def _serve() -> int:
     # Ctrl-C reaches this process too: it is the caller who decides what is to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, _interrupt)
-    line = b""
+    caller, line = os.getppid(), b""
     while not line.endswith(b"\n"):
         piece = os.read(sys.stdin.fileno(), 65_536)
         if not piece:
             return 1
         line += piece
     request = json.loads(line)
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=_end_with_caller, args=(caller,), daemon=True).start()
     try:
         _send({"result": _do(request)})
     except BrokenPipeError:

@@ -124,6 +124,38 @@ def test_the_process_ends_with_its_caller_and_the_next_push_goes_on(store: Store
     assert pushed.added == 40
 
 
+def test_the_process_ends_with_a_caller_whose_forked_workers_live_on(store: Store, url: str) -> None:
+    """Regression: workers of a killed program held its pipes, and what it had begun went on."""
+    store.put("a", noise(50_000_000), codec="none")
+    know(store, "team", url, rate=SLOW)
+    program = (
+        "import os, time; from castore import Store\n"
+        "workers = []\n"
+        "def tell(done, total):\n"
+        "    if not workers:\n"
+        "        workers.append(os.fork())\n"
+        "        if not workers[0]:\n"
+        "            time.sleep(600)\n"
+        "        print(workers[0], flush=True)\n"
+        f"Store({str(store.path)!r}).push(to='team', progress=tell)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    try:
+        [child] = children_of(process.pid)
+        process.kill()
+        process.wait()
+        while os.path.exists(f"/proc/{child}/exe"):
+            time.sleep(0.02)
+        assert os.path.exists(f"/proc/{worker}/exe"), "it holds the pipes still"
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.communicate()
+
+
 def children_of(pid: int) -> list[int]:
     """Those that move bytes; servers of other tests are children too."""
     found = []
