@@ -272,7 +272,7 @@ def _find_block(step: Passed, row: int, after: datasets.Dataset) -> _Span | None
     run, cut = step.blocks
     first_in = first_out = files = 0
     held: _Span | None = None
-    for block, result in run.find(source_blocks(cut.dataset, cut.rule)):
+    for block, result, _, _ in run.find(source_blocks(cut.dataset, cut.rule)):
         if result is None or block is None:
             return None
         if held is None and row < first_out + result.rows:

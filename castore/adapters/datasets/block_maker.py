@@ -39,11 +39,13 @@ from castore.adapters.datasets.block_entries import (
 )
 from castore.adapters.datasets.block_parts import (
     AS_BLOCKS,
+    TELLING_PARTS,
     BlockParts,
     Joined,
     MadePart,
     Part,
     PartsDifferError,
+    seconds_of_row,
 )
 from castore.adapters.datasets.block_step import (
     NULL_TYPE,
@@ -61,9 +63,6 @@ from castore.store import Store
 
 # So much of a step suffices to estimate the size of its result.
 _SHOWS_SIZE = 1 / 20
-# So many parts of a block tell how long the rest of it takes.
-_TELLING_PARTS = 3
-
 
 #: Why an operator's step cannot run in processes block by block.
 REMEMBERS = (
@@ -330,7 +329,7 @@ class BlockMaker:
 
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
         written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
-        self._seconds_a_row = _speed(written, len(job.rows))
+        self._seconds_a_row = seconds_of_row(written, len(job.rows))
         self._refuse_memory(written)
         return written
 
@@ -406,20 +405,18 @@ class BlockMaker:
             next_made = running.popleft()
             made = next_made if isinstance(next_made, MadePart) else self._keep_part(*next_made)
             if made.part is not None:
-                speeds.append(_speed(made.written, made.part.rows))
+                speeds.append(seconds_of_row(made.written, made.part.rows))
                 self._seconds_a_row = statistics.median(speeds)
-            if len(speeds) == _TELLING_PARTS and waiting:
-                fit = self._parts.fit(job.rows, self._seconds_a_row or 0.0)
-                if fit < finer:
-                    first = waiting[0].first
-                    waiting = deque(self._parts.cut(job.rows[first - job.first :], first, job.features, fit))
+            if waiting:
+                anew = self._parts.cut_anew(job.rows, job.first, job.features, finer, waiting[0], speeds)
+                waiting = waiting if anew is None else deque(anew)
             yield made
 
     def _are_quick(self, speeds: Sequence[float], job: Job) -> bool:
         """Whether a block takes little time at the speed of its latest parts."""
-        if len(speeds) < _TELLING_PARTS:
+        if len(speeds) < TELLING_PARTS:
             return False
-        latest = statistics.median(speeds[-_TELLING_PARTS:])
+        latest = statistics.median(speeds[-TELLING_PARTS:])
         return latest * len(job.rows) <= self._step.slow_seconds(len(job.rows))
 
     def _run_part(
@@ -513,11 +510,6 @@ def _not_in_parts() -> Iterator[None]:
         yield
     except NotInBlocksError as error:
         raise PartsDifferError from error
-
-
-def _speed(written: Written, rows: int) -> float:
-    """The seconds that a row takes."""
-    return written.seconds / max(1, rows) if written.seconds_a_row is None else written.seconds_a_row
 
 
 def _written_of(made: Future[_Made]) -> Future[Written]:

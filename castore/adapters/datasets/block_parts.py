@@ -17,7 +17,9 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +45,8 @@ PARTS_FOLDER = ".datasets/parts"
 _SECONDS = 30 * 86400.0
 #: Parts of the size of blocks. A step's first block is as long as `datasets` needs to decide the types.
 AS_BLOCKS = 1
+#: So many parts of a block tell how long the rest of it takes.
+TELLING_PARTS = 3
 # How many parts a slow block may be cut into, on average.
 _FINER = (4, 16, 64, 256, 1024, 4096)
 
@@ -158,6 +162,68 @@ class BlockParts:
         fit = (finer for finer, count in counts if 2 * seconds_a_row * len(rows) / count <= most)
         return next(fit, _FINER[-1])
 
+    def cut_anew(
+        self,
+        rows: pa.Table,
+        first: int,
+        features: str | None,
+        finer: int,
+        rest: Part,
+        speeds: Sequence[float],
+    ) -> list[Part] | None:
+        """Larger parts from one part on, if those before it tell that others fit the time; None for the same.
+
+        Args:
+            rows, first, features, finer: as for `cut`, which has made the parts.
+            rest: the part.
+            speeds: the seconds that a row took, of each part before it.
+        """
+        if len(speeds) != TELLING_PARTS:
+            return None
+        fit = self.fit(rows, statistics.median(speeds))
+        return self.cut(rows[rest.first - first :], rest.first, features, fit) if fit < finer else None
+
+    def rows_kept(self, rows: pa.Table, first: int, features: str | None) -> int:
+        """How many rows of a block are in parts that are kept, so that the next run need not run them.
+
+        That run cuts the block at other places only if the parts that it makes tell another speed.
+
+        Args:
+            rows, first: the block, and the number of its first row.
+            features: the features of the result, in JSON, as far as they are known.
+        """
+        finer = self.choose(rows, first, features, None, follows_kill=False)
+        if finer is None:
+            return 0
+        joined, kept = Joined(self._step), 0
+        head = self.head_rows(len(rows), features)
+        try:
+            for part, written in self._kept_parts(rows[:head], first, features, finer):
+                joined.add(written)
+                kept += part.rows
+            if kept == head < len(rows):  # else nobody knows the features of the others
+                for part, written in self._kept_parts(rows[head:], first + head, joined.decide(), finer):
+                    joined.add(written)
+                    kept += part.rows
+        except PartsDifferError:
+            return 0
+        return kept
+
+    def _kept_parts(
+        self, rows: pa.Table, first: int, features: str | None, finer: int
+    ) -> Iterator[tuple[Part, Written]]:
+        waiting, speeds = deque(self.cut(rows, first, features, finer)), list[float]()
+        while waiting:
+            part = waiting.popleft()
+            found = self._find(part.key)
+            if found is None:
+                continue
+            written = _written(found, "")
+            yield part, written
+            speeds.append(seconds_of_row(written, part.rows))
+            anew = self.cut_anew(rows, first, features, finer, waiting[0], speeds) if waiting else None
+            waiting = waiting if anew is None else deque(anew)
+
     def head_rows(self, rows: int, features: str | None) -> int:
         """How many of a block's first rows decide the features of the result; all if these are known."""
         if features is not None or self._step.has_features:
@@ -199,16 +265,7 @@ class BlockParts:
         rows = table[found["start"] : found["start"] + found["rows"]]
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
-        written = Written(
-            str(file),
-            found["rows"],
-            found["features"],
-            found["seconds"],
-            found["names_files"],
-            found["seconds_a_row"],
-            frozenset(map(tuple, found["keys"])),
-        )
-        return MadePart(part, written, True, found["digest"])
+        return MadePart(part, _written(found, str(file)), True, found["digest"])
 
     def _read(self, digest: str) -> pa.Table | None:
         """The rows of a file; None if its bytes are damaged or gone."""
@@ -274,6 +331,24 @@ class BlockParts:
     def _ttl(self) -> float:
         given = math.inf if self._options.ttl is None else float(self._options.ttl)
         return min(given, _SECONDS)
+
+
+def seconds_of_row(written: Written, rows: int) -> float:
+    """The seconds that a row took."""
+    return written.seconds / max(1, rows) if written.seconds_a_row is None else written.seconds_a_row
+
+
+def _written(found: dict[str, Any], file: str) -> Written:
+    """A part's result in a file, by the metadata that `_about` made."""
+    return Written(
+        file,
+        found["rows"],
+        found["features"],
+        found["seconds"],
+        found["names_files"],
+        found["seconds_a_row"],
+        frozenset(map(tuple, found["keys"])),
+    )
 
 
 def _about(written: Written, start: int) -> dict[str, Any]:

@@ -101,6 +101,22 @@ class _Elsewhere(NamedTuple):
 _Item: TypeAlias = "BlockResult | Future[BlockResult] | _Elsewhere"
 
 
+class FoundBlock(NamedTuple):
+    """A block of a step's input, as far as it is known before a run.
+
+    Attributes:
+        block: the block; None if it is not known.
+        result: its result; None if that is not kept.
+        first: the number of its first row, where that counts.
+        features: the features of the step's result, in JSON, as far as blocks before it tell.
+    """
+
+    block: SourceBlock | None
+    result: BlockResult | None
+    first: int
+    features: str | None
+
+
 class BlockRun:
     """A run of a step.
 
@@ -149,10 +165,9 @@ class BlockRun:
                 datasets.utils.tqdm(desc=step.title, total=len(step.dataset), unit=" examples")
             )
             stack.enter_context(_no_other_bars())
-            parts = BlockParts(self._store, step, self.options, _Keys(step).for_features, fresh=self._fresh)
             progress = BlockProgress(step.on_rows, bar)
             maker = BlockMaker(
-                self._store, step, self.options, self._temp_dir, parts, progress, self._seconds_a_row
+                self._store, step, self.options, self._temp_dir, self._parts(), progress, self._seconds_a_row
             )
             stack.enter_context(maker)
             try:
@@ -378,13 +393,11 @@ class BlockRun:
             self._claims.wait_for(digits)
         return found
 
-    def find(
-        self, blocks: Iterable[SourceBlock | None], features: str | None = None
-    ) -> Iterator[tuple[SourceBlock | None, BlockResult | None]]:
+    def find(self, blocks: Iterable[SourceBlock | None], features: str | None = None) -> Iterator[FoundBlock]:
         """Blocks with their results, as far as those are kept. Runs nothing.
 
-        Ends where nothing more is known before a run: the features of the result are in the keys of all
-        blocks but the first.
+        Ends with the block behind which nothing more is known before a run: the features of the result are in
+        the keys of all blocks but the first.
 
         Args:
             blocks: the blocks of the input, in order; None for one that is not known.
@@ -392,16 +405,28 @@ class BlockRun:
         """
         keys, first = _Keys(self._step), 0
         for block in blocks:
+            known, begin = keys.features, first
             found = None if block is None else find_result(self._store, keys.of(block, first))
             if found is None and not keys.are_final:
                 if features is None:
+                    yield FoundBlock(block, None, begin, known)
                     return
                 keys.features = features
             if found is not None:
                 keys.learn(found)
             if self._step.is_numbered and block is not None:
                 first += len(block.read()) if found is None else found.rows_in
-            yield block, found
+            yield FoundBlock(block, found, begin, known)
+
+    def rows_in_parts(self, found: FoundBlock) -> int:
+        """How many rows of a block whose result is not kept are in parts that are."""
+        if found.block is None or found.result is not None:
+            return 0
+        return self._parts().rows_kept(found.block.read(), found.first, found.features)
+
+    def _parts(self) -> BlockParts:
+        keys = _Keys(self._step)
+        return BlockParts(self._store, self._step, self.options, keys.for_features, fresh=self._fresh)
 
     def part(self, results: Sequence[BlockResult], fingerprint: str) -> DatasetPart:
         """The step's result, for the store that has its blocks.

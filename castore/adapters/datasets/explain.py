@@ -70,9 +70,10 @@ class Explanation:
         changes: on a miss, a sentence for each difference from the nearest run that is kept, or the reason
             why none is kept.
         rows_in, rows_reused: on a miss, rows before the step, and those that would not run, since the results
-            of their blocks are kept. ``rows_in`` is None where it is known only after the step before. Both
-            are None where nothing is known before a run: the step, or one before it, runs as one piece, or
-            nothing is kept of its operator; so they are for hits.
+            of their blocks are kept, or of parts of slow blocks whose input is there. ``rows_in`` is None
+            where it is known only after the step before. Both are None where nothing is known before a run:
+            the step, or one before it, runs as one piece, or nothing is kept of its operator; so they are
+            for hits.
         blocks_in, blocks_reused: the same in blocks. A file that is not read yet counts as one block. Small
             blocks behind what is not there yet may run with it: that is not foretold.
         is_sure: False where these four hold only if new rows have columns of the types that the others have:

@@ -47,8 +47,9 @@ class Forecast(NamedTuple):
     Attributes:
         blocks, kept: blocks of its input, and those whose results are kept.
         rows_in: rows of its input; None where they are not known yet.
-        rows_kept: rows of the blocks whose results are kept.
-        features: the features of its result.
+        rows_kept: rows of the blocks whose results are kept, and of kept parts of other blocks. Such parts
+            are known only where the input is there.
+        features: the features of its result; None where only parts of its first block are kept.
         pieces: the files of its result.
         is_guess: whether the features of its result are a guess, and with them what is kept.
     """
@@ -57,7 +58,7 @@ class Forecast(NamedTuple):
     kept: int
     rows_in: int | None
     rows_kept: int
-    features: datasets.Features
+    features: datasets.Features | None
     pieces: Sequence[Piece]
     is_guess: bool
 
@@ -86,12 +87,13 @@ def forecast(
         None where that is known only after a run: there is no guess, nothing is kept that it leads to, or
         the files are no blocks of an input that is not there yet.
     """
+    in_parts = 0
     if pieces is None:
-        found = [
-            (None if result is not None else len(block.read()), result, 0)
-            for block, result in run.find(source_blocks(step.dataset, step.rule), features)
-            if block is not None
-        ]
+        found: list[tuple[int | None, BlockResult | None, int]] = []
+        for each in run.find(source_blocks(step.dataset, step.rule), features):
+            rows = None if each.result is not None or each.block is None else len(each.block.read())
+            found.append((rows, each.result, 0))
+            in_parts += run.rows_in_parts(each)
     elif (
         step.rule.multiple
         or step.is_numbered
@@ -104,20 +106,24 @@ def forecast(
         kept = run.find(map(_block, groups), features)
         found = [
             (_rows(group), result, sum(piece.size for piece in group))
-            for group, (_, result) in zip(groups, kept, strict=False)
+            for group, (_, result, _, _) in zip(groups, kept, strict=False)
         ]
         if len(found) < len(groups):
             return None
     results = [result for _, result, _ in found if result is not None]
+    kept_rows = in_parts + sum(result.rows_in for result in results)
     if not step.has_features and not any(result.rows for result in results):
-        return None
+        if not in_parts:
+            return None
+        blocks = sum(1 for _ in source_blocks(step.dataset, step.rule))
+        return Forecast(blocks, len(results), len(step.dataset), kept_rows, None, (), is_guess=False)
     counts = [rows if result is None else result.rows_in for rows, result, _ in found]
     decides = next((result for _, result, _ in found if result is None or result.rows), None)
     return Forecast(
         blocks=len(found),
         kept=len(results),
         rows_in=None if None in counts else sum(count or 0 for count in counts),
-        rows_kept=sum(result.rows_in for result in results),
+        rows_kept=kept_rows,
         features=run.features_of(results) if results else step.dataset.features,
         pieces=[
             _result_piece(rows, result, size, step)

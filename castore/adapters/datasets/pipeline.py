@@ -235,7 +235,7 @@ class Pipeline:
                 blocks_reused=found.kept,
                 is_sure=is_sure,
             )
-            if format_digest(dataset) or step.step.kind == "deduplicate":
+            if found.features is None or format_digest(dataset) or step.step.kind == "deduplicate":
                 break  # the formats of results are not known beforehand
             pieces = found.pieces
             dataset = stand_in(found.features, pieces)

@@ -134,6 +134,33 @@ def test_an_error_leaves_the_parts_before_it(store: Store) -> None:
     assert ran.take() < COUNT - before + 6 * PART
 
 
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize(("count", "at"), [(600, 580), (2500, 900), (2500, 1700)])
+def test_explain_foretells_the_rows_of_parts_that_an_error_has_left(
+    store: Store, count: int, at: int, num_proc: int
+) -> None:
+    data, function = rows(texts(count)), fails_at(at)
+    with slow_blocks(ROWS // PART):
+        with pytest.raises(RuntimeError, match=f"row {at}"):
+            Pipeline([function], store=store, num_proc=num_proc).run(data)
+        failing.at = None
+        [foretold] = Pipeline([function], store=store).explain(data)
+        [step] = Pipeline([function], store=store).run(data).steps
+    assert foretold.rows_reused == step.rows_reused
+    assert step.rows_reused > at - 6 * PART - (ROWS if num_proc > 1 else 0)
+
+
+def test_explain_foretells_the_rows_of_parts_behind_a_changed_row(store: Store) -> None:
+    data = rows(texts())
+    with slow_blocks(ROWS // PART):
+        Pipeline([measured], store=store).run(data)
+        for place in (0, 130, 333, COUNT - 1):
+            changed = rows([*texts()[:place], "new", *texts()[place + 1 :]])
+            [foretold] = Pipeline([measured], store=store).explain(changed)
+            [step] = Pipeline([measured], store=store).run(changed).steps
+            assert foretold.rows_reused == step.rows_reused > COUNT - ROWS
+
+
 def test_bytes_of_a_part_that_are_damaged_are_made_again(store: Store) -> None:
     data = rows(texts(ROWS))
     function = fails_at(ROWS - 5)
