@@ -24,7 +24,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -660,7 +660,9 @@ class Fetcher:
         self._parts.close()
 
 
-def _wait(futures: Iterable[Future[None]]) -> None:
+def _wait(futures: Sequence[Future[None]]) -> None:
+    """Wait for all, and raise the first error. Whoever has asked for many finds all others there then."""
+    wait(futures)
     for future in futures:
         future.result()
 
