@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -287,15 +288,26 @@ class _Current:
 
 def _blame(error: Exception, step: str) -> str:
     """A sentence with the step that failed, the line of the user's code, and the error."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith(os.path.dirname(os.path.dirname(__file__)))
+    others = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
+    places = [
+        (file, line)
+        for file, line in _places(error)
+        if "site-packages" not in file and not file.startswith(others)
     ]
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    place = " at {}:{}".format(*places[-1]) if places else ""
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return f"step {step!r} failed{place}: {what}; the steps before it are kept"
+
+
+def _places(error: BaseException) -> list[tuple[str, str]]:
+    """Files and lines that an error has passed, the outermost first. An error of a worker process has them as
+    text, in its cause.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, str(frame.lineno)) for frame in frames]
+    if type(error.__cause__).__name__.endswith("RemoteTraceback"):  # of multiprocessing or its like
+        places += re.findall(r'^ *File "(.+)", line (\d+)', str(error.__cause__), re.MULTILINE)
+    return places
 
 
 _Bars = tuple[Callable[["Progress"], None], Callable[[int], None]]

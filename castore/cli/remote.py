@@ -13,6 +13,7 @@ from castore.cli.output import AsJson, growing_progress, plural, print_error, pr
 from castore.cli.remote_access import check_text, format_local
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import open_store
+from castore.errors import CorruptError, RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.units import format_size
 
 if TYPE_CHECKING:
@@ -268,13 +269,19 @@ def check(
         found = _check(store.remote(name), deep)
         is_whole = not found.problems
         repaired: list[str] = []
+        failure: CorruptError | RemoteError | None = None
         if repair and not is_whole:
             before = [problem.key for problem in found.problems]
-            with growing_progress("uploading") as progress:
-                store.remote(name).repair(found, progress=progress)
+            try:
+                with growing_progress("uploading") as progress:
+                    store.remote(name).repair(found, progress=progress)
+            except (RemoteDeniedError, RemoteUnreachableError):
+                raise
+            except (CorruptError, RemoteError) as error:
+                failure = error
             found = _check(store.remote(name), deep)
             repaired = sorted({*before} - {problem.key for problem in found.problems})
-    for sentence in found.warnings:
+    for sentence in (*found.warnings, *([str(failure)] if failure else ())):
         print_error(f"remote {name!r}: {sentence}")
     if as_json:
         lists = {"problems": found.problems, "history": found.history}
@@ -299,7 +306,7 @@ def check(
             )
         if repair and is_whole and not deep:
             typer.echo("no bytes were read: with --deep damaged ones are found and uploaded again, too")
-    if found.problems or found.history:
+    if found.problems or found.history or failure:
         raise typer.Exit(FAILED)
 
 

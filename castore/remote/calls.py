@@ -212,10 +212,10 @@ class Calls:
 
     def usage(self) -> list[int]:
         """The fields of a `RemoteUsage`."""
-        from castore.remote.keys import COMMITS, HINTS, RESULTS, TREES
+        from castore.remote.keys import COMMITS, DICTIONARIES, HINTS, RESULTS, TREES
 
         counts = [len(commits.list_refs(self.bucket))]
-        for folders in (("objects/", "packs/", "dicts/"), (TREES, COMMITS, HINTS), (RESULTS,)):
+        for folders in (("objects/", "packs/", DICTIONARIES), (TREES, COMMITS, HINTS), (RESULTS,)):
             sizes = [one.size for folder in folders for one in self.bucket.listing(folder)]
             counts += [len(sizes), sum(sizes)]
         return counts

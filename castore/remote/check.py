@@ -8,8 +8,9 @@ gone is no problem, because it is computed again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
+from itertools import chain
 from typing import NamedTuple
 
 from castore.errors import (
@@ -26,6 +27,7 @@ from castore.remote.commits import Commit
 from castore.remote.deep_check import Claim, DeepCheck, claim_of
 from castore.remote.keys import (
     COMMITS,
+    DICTIONARIES,
     HINTS,
     RESULTS,
     TREES,
@@ -42,7 +44,7 @@ from castore.remote.pages import Row
 from castore.remote.result_records import read_records
 from castore.remote.tree import Tree
 
-_FOLDERS = ("objects/", "packs/", "dicts/", TREES, COMMITS, HINTS, RESULTS)
+_FOLDERS = ("objects/", "packs/", DICTIONARIES, TREES, COMMITS, HINTS, RESULTS)
 # Names of a bad object that a problem lists.
 _NAMES = 5
 # Digits of a commit in a sentence.
@@ -68,21 +70,12 @@ class _At(NamedTuple):
         return RemoteProblem(self.ref, key, why + of, tuple(names))
 
 
-class _Need:
-    """An object that commits need: the first of them, the bytes that it must have, and some of the names.
+class _Use:
+    """The bytes of an object that a commit needs, and some of the names that it has there."""
 
-    Args:
-        at: the commit.
-        is_packed: whether the object is a pack.
-    """
-
-    def __init__(self, at: _At, is_packed: bool) -> None:
-        self.at = at
-        self.is_packed = is_packed
+    def __init__(self) -> None:
         self.end = 0
         self.names: list[str] = []
-        #: With ``deep``: what rows say of the blobs in it, and the first commit that has such a row.
-        self.claims: dict[Claim, _At] = {}
 
     def add(self, row: Row) -> None:
         """Take note of a name."""
@@ -90,9 +83,46 @@ class _Need:
         if len(self.names) < _NAMES and row.name not in self.names:
             self.names.append(row.name)
 
+
+class _Need:
+    """An object that commits need.
+
+    Args:
+        is_packed: whether the object is a pack.
+
+    Attributes:
+        uses: by the commits, in the order in which these were found: the newest ones of all refs first.
+        claims: with ``deep``: what rows say of the blobs in it, and the first commit that has such a row.
+    """
+
+    def __init__(self, is_packed: bool) -> None:
+        self.is_packed = is_packed
+        self.uses: dict[_At, _Use] = defaultdict(_Use)
+        self.claims: dict[Claim, _At] = {}
+
+    @property
+    def is_old(self) -> bool:
+        """Whether only older commits need the object."""
+        return bool(next(iter(self.uses)).digits)
+
     def problem(self, key: str, why: str) -> RemoteProblem:
         """The problem that the object is."""
-        return self.at.problem(key, why, self.names)
+        at, use = next(iter(self.uses.items()))
+        return at.problem(key, why, use.names)
+
+    def wrong_sizes(self, key: str, size: int) -> Iterator[_Problem]:
+        """The commits for which the object has the wrong size. It is the object, or their trees lie."""
+        for at, use in self.uses.items():
+            if size < use.end or (not self.is_packed and size != use.end):
+                why = f"it has {size} bytes, and the tree needs {use.end}"
+                yield _Problem(bool(at.digits), at.problem(key, why, use.names))
+
+
+class _Problem(NamedTuple):
+    """A problem, and whether it is one of older commits alone."""
+
+    is_old: bool
+    problem: RemoteProblem
 
 
 def check(
@@ -134,30 +164,31 @@ def check(
         while found.add_next(ref, history, is_newest=False):
             continue
     meant = {*found.commits, *found.pages, *found.needs, *_meant_by_results(bucket)}
-    problems = [
-        *damaged,
-        *lost,
-        *found.problems,
-        *_wrong_pages(there, found.pages, pages),
-        *_missing(there, found.needs),
+    problems = [*damaged, *lost, *found.problems, *_wrong_pages(there, found.pages, pages)]
+    told = [_Problem(problem.key in found.lost_history, problem) for problem in problems]
+    told += [
+        _Problem(need.is_old, need.problem(key, _MISSING))
+        for key, need in found.needs.items()
+        if key not in there
     ]
-    old: list[RemoteProblem] = []
+    sizes = {
+        key: wrong
+        for key, need in found.needs.items()
+        if key in there and (wrong := list(need.wrong_sizes(key, there[key])))
+    }
     if deep:
-        for is_old, problem in _read_all(
-            bucket, pool, there, found, {problem.key for problem in problems}, progress
-        ):
-            (old if is_old else problems).append(problem)
+        told += _read_all(bucket, pool, there, found, {problem.key for problem in problems}, sizes, progress)
+    told += chain.from_iterable(sizes.values())
     hints = set(map(hint_key, refs))
-    orphans = [key for key in there.keys() - meant - hints if not key.startswith("dicts/")]
-    in_history = {key for key, need in found.needs.items() if need.at.digits} | found.lost_history
+    orphans = [key for key in there.keys() - meant - hints if not key.startswith(DICTIONARIES)]
     is_known = not damaged and not found.problems  # else refs may mean more than was found
     return Checked(
         sorted(refs),
         len(meant & there.keys()),
-        [problem for problem in problems if problem.key not in in_history],
+        [problem for is_old, problem in told if not is_old],
         len(orphans) if is_known else None,
         sum(there[key] for key in orphans) if is_known else None,
-        [*(problem for problem in problems if problem.key in in_history), *old],
+        [problem for is_old, problem in told if is_old],
     )
 
 
@@ -227,8 +258,8 @@ class _Meant:
                     key = object_key(row.place.object, packed=row.place.is_packed)
                     need = self.needs.get(key)
                     if need is None:
-                        need = self.needs[key] = _Need(at, row.place.is_packed)
-                    need.add(row)
+                        need = self.needs[key] = _Need(row.place.is_packed)
+                    need.uses[at].add(row)
                     if self._is_deep:
                         need.claims.setdefault(claim_of(row), at)
             self.pages.update(dict.fromkeys(new, ref))
@@ -267,14 +298,18 @@ def _read_all(
     pool: Executor,
     there: dict[str, int],
     found: _Meant,
-    bad: Iterable[str],
+    bad: Collection[str],
+    sizes: dict[str, list[_Problem]],
     progress: Progress,
-) -> Iterator[tuple[bool, RemoteProblem]]:
-    """Read all objects that refs mean, but for those that are bad already, and yield what is wrong; and
-    whether only older commits say so of an object.
+) -> Iterator[_Problem]:
+    """Read all objects that refs mean and that are there, but for pages that are bad, and yield the problems.
+
+    Args:
+        bad: keys of bad pages.
+        sizes: problems of sizes, by key. Those of objects that are whole go: their trees lie.
     """
     deep = DeepCheck(bucket)
-    keys = [key for key in (*found.pages, *found.needs) if key not in bad]
+    keys = [key for key in (*found.pages, *found.needs) if key in there and key not in bad]
     done, total = 0, sum(there[key] for key in keys)
     claims = (found.needs[key].claims if key in found.needs else () for key in keys)
     untrue: dict[str, list[Claim]] = {}
@@ -282,20 +317,25 @@ def _read_all(
     for key, damage in zip(keys, pool.map(deep.damage, keys, claims), strict=True):
         done += there[key]
         progress(done, total)
-        if damage.why is not None and key in found.pages:
-            yield False, RemoteProblem(found.pages[key], key, damage.why, ())
-        elif damage.why is not None:
-            yield False, found.needs[key].problem(key, damage.why)
+        need = found.needs.get(key)
+        if need is None:
+            if damage.why is not None:
+                yield _Problem(False, RemoteProblem(found.pages[key], key, damage.why, ()))
+            continue
+        if damage.why is None:
+            sizes.pop(key, None)
+        elif key not in sizes:
+            yield _Problem(need.is_old, need.problem(key, damage.why))
         if damage.untrue:
             untrue[key] = damage.untrue
         for number, why in damage.dictionaries.items():
             lost = dictionary_key(number)
-            dictionaries.setdefault(lost, found.needs[key].problem(lost, why))
+            dictionaries.setdefault(lost, need.problem(lost, why))
     for problem in dictionaries.values():
-        yield False, problem
+        yield _Problem(False, problem)
     for key, at, count, names in found.untrue(untrue):
         why = f"the tree has another digest, size or frames for {count} of the blobs in it"
-        yield bool(at.digits), at.problem(key, why, names)
+        yield _Problem(bool(at.digits), at.problem(key, why, names))
 
 
 def _meant_by_results(bucket: Bucket) -> Iterator[str]:
@@ -314,12 +354,3 @@ def _wrong_pages(there: dict[str, int], found: dict[str, str], cache: PageCache)
             yield RemoteProblem(ref, key, _MISSING, ())
         elif right is not None and size != right:
             yield RemoteProblem(ref, key, f"it has {size} bytes, and should have {right}", ())
-
-
-def _missing(there: dict[str, int], needs: dict[str, _Need]) -> Iterator[RemoteProblem]:
-    for key, need in needs.items():
-        size = there.get(key)
-        if size is None:
-            yield need.problem(key, _MISSING)
-        elif size < need.end or (not need.is_packed and size != need.end):
-            yield need.problem(key, f"it has {size} bytes, and the tree needs {need.end}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import json
+import math
 import uuid
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -23,6 +24,8 @@ from castore.remote.pages import digest_of
 
 # Bytes; a note is the only part of any length.
 _LONGEST = 1 << 20
+# Bound of the numbers of a commit.
+_LARGEST = 1 << 62
 # Bytes of a commit and of a page that a ref carries at most. The root of a million names has some 30,000.
 _CARRIED = 48 << 10
 _CARRIED_KEYS = ("commit_bytes", "root_bytes")
@@ -114,7 +117,7 @@ def parse_commit(data: bytes, digest: bytes, bucket: Bucket) -> Commit:
     """
     fields = _parse(data, commit_key(digest), bucket)
     try:
-        return Commit(
+        commit = Commit(
             _digest(fields["tree"]),
             None if fields["parent"] is None else _digest(fields["parent"]),
             float(fields["time"]),
@@ -123,7 +126,12 @@ def parse_commit(data: bytes, digest: bytes, bucket: Bucket) -> Commit:
             int(fields["entries"]),
             int(fields["size"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        if not (
+            math.isfinite(commit.time) and 0 <= commit.entries < _LARGEST and 0 <= commit.size < _LARGEST
+        ):
+            raise ValueError("a number cannot be")
+        return commit
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RemoteError(f"commit {digest.hex()} in {bucket.url} is none that castore wrote") from error
 
 

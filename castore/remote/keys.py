@@ -16,11 +16,12 @@ from castore.errors import InvalidNameError, InvalidValueError
 SETTINGS = "castore-remote.json"
 TREES, COMMITS, REFS, HINTS = "trees/", "commits/", "refs/", "hints/"
 RESULTS, CLAIMS = "keys/", "claims/"
+DICTIONARIES = "dicts/"
 
 #: The folders of a remote. Its collector and its readers take what lies in them for their own.
 FOLDERS = frozenset(
     folder.rstrip("/")
-    for folder in ("objects", "packs", "dicts", TREES, COMMITS, REFS, HINTS, RESULTS, CLAIMS)
+    for folder in ("objects", "packs", DICTIONARIES, TREES, COMMITS, REFS, HINTS, RESULTS, CLAIMS)
 )
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -33,7 +34,7 @@ def object_key(digest: bytes, *, packed: bool) -> str:
 
 def dictionary_key(number: int) -> str:
     """Of a Zstandard dictionary, by its number."""
-    return f"dicts/{number:08x}"
+    return f"{DICTIONARIES}{number:08x}"
 
 
 def page_key(digest: bytes) -> str:

@@ -36,7 +36,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.compare import Compared, Content, Difference, agree, compare, content_of, list_names
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
 from castore.remote.kept_bytes import drop_parts
-from castore.remote.keys import check_commit
+from castore.remote.keys import DICTIONARIES, check_commit
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -558,9 +558,11 @@ class _Lost:
         text = f"{names} did not come, and all other names of ref {ref!r} did: {errors[0]}"
         if isinstance(errors[0], CorruptError):
             raise CorruptError(text, digest=errors[0].digest, where=errors[0].where) from errors[0]
+        # The listings that a plain check reads do not say which dictionaries are needed.
+        deep = " --deep" if f"/{DICTIONARIES}" in str(errors[0]) else ""
         raise RemoteMissingError(
-            f"{text}; `castore remote check` says which names need it, and with --repair uploads it again"
-            " from a store that has their bytes"
+            f"{text}; `castore remote check{deep}` says which names need it, and with --repair uploads it"
+            " again from a store that has their bytes"
         ) from errors[0]
 
 

@@ -345,9 +345,9 @@ def _plan_repair(parts: Parts, head: Tree | None, bad: Set[bytes]) -> _Plan:
 
 
 def _entry_of(row: Row, blob: Blob) -> Entry:
-    """The entry that a name of a ref would be in a store that has its bytes."""
+    """The entry that a name of a ref would be in a store that has its bytes. The row may lie about them."""
     metadata = json.loads(row.metadata) if row.metadata else {}
     return Entry(
-        row.name, row.digest.hex(), row.size, blob.stored, blob.codec, row.created, row.expires, row.created,
+        row.name, row.digest.hex(), blob.size, blob.stored, blob.codec, row.created, row.expires, row.created,
         row.serializer, metadata, False, False,
     )  # fmt: skip

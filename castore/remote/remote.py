@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from castore.errors import (
+    CastoreError,
     CorruptError,
     InvalidValueError,
     RemoteDeniedError,
@@ -55,6 +56,8 @@ _PROGRAM = (
     "import os, sys; sys.path[:] = [entry for entry in sys.path if entry not in ('', '.')];"
     " from castore.remote.transfer import main; os._exit(main())"
 )
+# Behind the call: it is to stop.
+_STOP = b"stop\n"
 # Seconds for the process to clean up after an interrupt; it ends by itself earlier than that.
 _PATIENCE = 15
 # Seconds to wait for results that are offered in the background.
@@ -494,7 +497,7 @@ class Remote:
             what is still missing.
 
         Raises:
-            CorruptError: a blob here is damaged.
+            CorruptError: a blob here is damaged. Other refs are repaired all the same.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
         keys = [(problem.ref, problem.key) for problem in checked.problems]
@@ -502,6 +505,7 @@ class Remote:
         damaged = {ref for ref, key in keys if key.startswith(REFS)}
         without_tree = {ref for ref, key in keys if key.startswith((COMMITS, TREES))}
         repaired: list[Pushed] = []
+        failure: CastoreError | None = None
         for ref in checked.refs if bad else ():
             if ref in damaged:  # nothing says what its names are
                 continue
@@ -514,7 +518,9 @@ class Remote:
             except (CorruptError, RemoteError) as error:
                 of_remote = isinstance(error, RemoteError) or (error.where or "").startswith((COMMITS, TREES))
                 if not of_remote or ref not in without_tree:
-                    raise
+                    failure = failure or error
+        if failure is not None:
+            raise failure
         return repaired
 
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:
@@ -533,7 +539,7 @@ class Remote:
             with block_forks():
                 reading, writing = os.pipe()
                 answers = opened.enter_context(open(reading, "rb"))
-                command = [sys.executable, "-c", _PROGRAM, str(writing)]
+                command = [sys.executable, "-c", _PROGRAM, str(writing), str(os.getpid())]
                 try:
                     process = opened.enter_context(
                         subprocess.Popen(
@@ -561,7 +567,9 @@ class Remote:
                     elif progress is not None:
                         progress(*message["progress"])
             finally:
+                # A worker that was forked meanwhile has the pipe as well: a closed end alone tells nothing.
                 with suppress(BrokenPipeError):
+                    process.stdin.write(_STOP)
                     process.stdin.close()
                 try:
                     process.wait(_PATIENCE)

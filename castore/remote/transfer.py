@@ -1,10 +1,12 @@
-"""The process that talks to a bucket: `main`, with a descriptor as its argument, started for one call.
+"""The process that talks to a bucket: `main`, started for one call, with a descriptor and the caller's pid as
+its arguments.
 
 Clients of object storage do not survive a fork, and a data loader forks. So no process that uses castore ever
 opens a connection. A caller starts this process by exec, and writes the call to its standard input as a line
-of JSON. The caller then reads lines of JSON from the pipe FD: progress, that the call waits for another one,
-and in the end the result or the error. The process stops at the end of standard input, or when the caller is
-gone: workers that the caller has forked may hold standard input open for longer.
+of JSON. The caller then reads lines of JSON from the pipe: progress, that the call waits for another one, and
+in the end the result or the error. The process stops at anything that comes behind the call, at the end of
+standard input, and once the caller is gone: workers that the caller has forked may hold standard input open
+for longer.
 
 The first requests go out before the modules of the call (calls.py) are imported: both take a tenth of a
 second. So this module imports what those requests need, and no more.
@@ -35,8 +37,6 @@ from castore.system.single_flight import ComputeLocks
 _CONNECTIONS = 8
 # Seconds between two reports of progress.
 _REPORT_SECONDS = 0.1
-# Seconds between two looks for the caller.
-_LOOK_SECONDS = 1.0
 # Seconds that an interrupted call has for its clean-up.
 _PATIENCE = 10.0
 
@@ -70,17 +70,40 @@ def _send(message: dict[str, Any]) -> None:
         line = line[os.write(int(sys.argv[1]), line) :]
 
 
-def _end_with_caller(caller: int) -> None:
-    """Interrupt the call once the caller is gone, or has closed its end; end for good if that takes long.
+def _watch(caller: int) -> select.poll:
+    """Watches standard input, and the end of the caller where the kernel can (Linux 5.3 and later).
 
-    Args:
-        caller: the process that started this one.
+    Raises:
+        KeyboardInterrupt: the caller is gone.
     """
     poll = select.poll()
     poll.register(sys.stdin, select.POLLIN)
-    while os.getppid() == caller:
-        if poll.poll(1000 * _LOOK_SECONDS) and not os.read(sys.stdin.fileno(), 4096):
-            break
+    try:
+        poll.register(os.pidfd_open(caller), select.POLLIN)
+    except ProcessLookupError:
+        raise KeyboardInterrupt from None
+    except OSError:  # an older kernel, or a sandbox that forbids it: standard input alone tells
+        pass
+    return poll
+
+
+def _read_call(poll: select.poll) -> bytes | None:
+    """The call; None if the caller is gone, or wants it to stop, before it begins."""
+    line = b""
+    while b"\n" not in line:
+        if any(fd != sys.stdin.fileno() for fd, _ in poll.poll()):
+            return None
+        piece = os.read(sys.stdin.fileno(), 65_536)
+        if not piece:
+            return None
+        line += piece
+    call, _, stop = line.partition(b"\n")
+    return None if stop else call
+
+
+def _end_with_caller(poll: select.poll) -> None:
+    """Interrupt the call once anything has come behind it; end for good if that takes long."""
+    poll.poll()
     os.kill(os.getpid(), signal.SIGUSR1)
     time.sleep(_PATIENCE)
     os._exit(1)
@@ -104,14 +127,12 @@ def _serve() -> int:
     # Ctrl-C reaches this process too: it is the caller who decides what is to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, _interrupt)
-    caller, line = os.getppid(), b""
-    while not line.endswith(b"\n"):
-        piece = os.read(sys.stdin.fileno(), 65_536)
-        if not piece:
-            return 1
-        line += piece
-    request = json.loads(line)
-    threading.Thread(target=_end_with_caller, args=(caller,), daemon=True).start()
+    poll = _watch(int(sys.argv[2]))
+    call = _read_call(poll)
+    if call is None:
+        return 1
+    request = json.loads(call)
+    threading.Thread(target=_end_with_caller, args=(poll,), daemon=True).start()
     try:
         _send({"result": _do(request)})
     except BrokenPipeError:

@@ -38,6 +38,9 @@ from tests.warm import Started
         ({"steps": ["my_ops.breaks"]}, 1,
          ("step 'breaks' failed at {place}/my_ops.py:24: RuntimeError: cannot stand 30; "
           "the steps before it are kept")),
+        ({"steps": ["my_ops.breaks"], "np": 2}, 1,
+         ("step 'breaks' failed at {place}/my_ops.py:24: RuntimeError: cannot stand 30; "
+          "the steps before it are kept")),
         ({"steps": ["my_ops.Nothing"]}, 2, "recipe.yaml:4: my_ops has no 'Nothing'"),
         ({"ds_cache_dir": "/proc/nowhere"}, 1, "cannot make a store at /proc/nowhere"),
     ],

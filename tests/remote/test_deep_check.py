@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from castore import CorruptError, Store
+from castore import CorruptError, RemoteError, RemoteMissingError, Store
 from castore.objects.codecs import FRAME_SIZE
 from castore.remote import commits, deep_check
 from castore.remote.bucket import Bucket
 from castore.remote.deep_check import Claim, DeepCheck, claim_of
-from castore.remote.keys import object_key
+from castore.remote.keys import commit_key, object_key
 from castore.remote.pages import FRAME, Row, decode, digest_of, encode_leaf
 from castore.remote.tree import Tree
 from tests.helpers import flip, noise, text
@@ -172,7 +173,7 @@ def test_a_tree_that_lies_is_told_and_mended_by_a_store_that_has_the_bytes(
     _lying(one, bucket, lambda row: row._replace(place=row.place._replace(
         frames=_other(row.place.frames, random.Random(1))
     )), name)  # fmt: skip
-    team = know(one.store, "team", bucket.url)
+    team = one.store.remote("team")
     assert team.check().problems == [], "only the bytes tell"
     checked = team.check(deep=True)
     key = object_key(honest.place.object, packed=honest.place.is_packed)
@@ -194,7 +195,7 @@ def test_a_lie_of_a_former_commit_is_a_matter_of_history(one: Node, bucket: Buck
     _lying(one, bucket, lambda row: row._replace(digest=blake3(b"other").digest()), name)
     one.store.put("more", b"more")
     one.store.put(name, b"another")
-    team = know(one.store, "team", bucket.url)
+    team = one.store.remote("team")
     team.pull(replace=True, lazy=True)
     one.store.put(name, b"another")
     team.push()
@@ -202,6 +203,94 @@ def test_a_lie_of_a_former_commit_is_a_matter_of_history(one: Node, bucket: Buck
     assert checked.problems == []
     assert [problem.names for problem in checked.history] == [(name,)]
     assert "of its history needs it" in checked.history[0].why
+
+
+MENDED: dict[str, tuple[str, Callable[[Row], Row]]] = {
+    "the digest of another": (
+        "gzip/noise/3000000", lambda row: row._replace(digest=blake3(text(30_000, 13)).digest()),
+    ),
+    "longer": ("lz4/text/5000", lambda row: row._replace(size=row.size + 1)),
+    "shorter, with a dictionary": ("rec/new/3", lambda row: row._replace(size=row.size - 1)),
+    "of several frames": ("gzip/noise/3000000", lambda row: row._replace(size=row.size + 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", MENDED)
+def test_rows_that_lie_about_size_or_digest_get_those_of_the_blob_that_the_store_has(
+    one: Node, bucket: Bucket, lie: str, tmp_path: Path
+) -> None:
+    """Regression: the lying size went into the new row, which was no better, or no page at all."""
+    name, change = MENDED[lie]
+    right = text(30_000, 13) if "digest" in lie else one.store.get(name)
+    _lying(one, bucket, change, name)
+    team = one.store.remote("team")
+    checked = team.check(deep=True)
+    assert [problem.names for problem in checked.problems] == [(name,)]
+    team.repair(checked)
+    assert team.check(deep=True).problems == []
+    with Store(tmp_path / "other", memory=0) as other:
+        know(other, "team", bucket.url).pull("main")
+        assert other.get(name) == right
+
+
+def test_a_size_that_only_an_older_tree_needs_is_a_matter_of_history(one: Node, bucket: Bucket) -> None:
+    """Regression: the newest commit was blamed for it, and each repair uploaded the object again."""
+    name = "gzip/noise/3000000"
+    _lying(
+        one, bucket, lambda row: row._replace(place=row.place._replace(stored=row.place.stored + 99)), name
+    )
+    team = one.store.remote("team")
+    checked = team.check()
+    assert [problem.names for problem in checked.problems] == [(name,)]
+    assert "and the tree needs" in checked.problems[0].why
+    team.repair(checked)
+    for deep in (False, True):
+        checked = team.check(deep=deep)
+        assert checked.problems == []
+        assert [problem.names for problem in checked.history] == [(name,)]
+
+
+def test_what_a_store_cannot_mend_of_one_ref_keeps_no_other_from_being_mended(
+    one: Node, bucket: Bucket
+) -> None:
+    one.store.put("a/large", noise(2_000_000, 101))
+    one.store.put("b/large", noise(2_000_000, 102))
+    for ref in "ab":
+        one.push(ref, ref=ref)
+    for row in (*rows_of(one, bucket, "a"), *rows_of(one, bucket, "b")):
+        Path(bucket.url.removeprefix("file://"), object_key(row.place.object, packed=False)).unlink()
+    entry = one.store.entry("a/large")
+    assert entry is not None
+    [file] = (one.store.path / "objects").rglob(f"{entry.digest}*")
+    flip(file, 1_000_000)
+    team = one.store.remote("team")
+    checked = team.check()
+    assert {problem.ref for problem in checked.problems} == {"a", "b"}
+    with pytest.raises(CorruptError, match=entry.digest):
+        team.repair(checked)
+    assert [problem.names for problem in team.check().problems] == [("a/large",)]
+
+
+@pytest.mark.parametrize(
+    "number", ['"entries": 1e999', f'"time": 1{400 * "0"}', '"time": NaN', '"size": -1', '"entries": "many"']
+)
+def test_a_commit_with_numbers_that_cannot_be_is_told(one: Node, bucket: Bucket, number: str) -> None:
+    """Regression: `check`, `pull` and `log` ended with the traceback of another process."""
+    key, value = number.split(": ")
+    head = commits.read_ref(bucket, "main")
+    assert head is not None
+    fields = json.loads(bucket.get(commit_key(head.commit)).data)
+    assert json.loads(key) in fields
+    data = json.dumps(fields | {json.loads(key): 4711}).replace("4711", value).encode()
+    bucket.put(commit_key(digest_of(data)), data)
+    assert commits.move_ref(bucket, "main", head, digest_of(data), 1.0)
+    team = one.store.remote("team")
+    [problem] = team.check().problems
+    assert problem.ref == "main"
+    assert "none that castore wrote" in problem.why
+    for call in (team.pull, team.log):
+        with pytest.raises(RemoteError, match="none that castore wrote"):
+            call()
 
 
 @pytest.mark.parametrize("how", ["gone", "flipped"])
@@ -213,7 +302,7 @@ def test_a_dictionary_that_is_damaged_or_gone_is_told_and_uploaded_again(
         path.unlink()
     else:
         flip(path, path.stat().st_size // 2)
-    team = know(one.store, "team", bucket.url)
+    team = one.store.remote("team")
     checked = team.check(deep=True)
     [problem] = checked.problems
     assert problem.key == f"dicts/{path.name}"
@@ -231,6 +320,8 @@ def test_a_store_without_that_dictionary_mends_nothing(one: Node, bucket: Bucket
     path.unlink()
     with Store(tmp_path / "other", memory=0) as other:
         team = know(other, "team", bucket.url)
+        with pytest.raises(RemoteMissingError, match=r"remote check --deep` says .* and with --repair"):
+            team.pull()
         checked: Any = team.check(deep=True)
         team.repair(checked)
         assert [problem.key for problem in team.check(deep=True).problems] == [f"dicts/{path.name}"]

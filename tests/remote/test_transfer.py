@@ -156,6 +156,66 @@ def test_the_process_ends_with_a_caller_whose_forked_workers_live_on(store: Stor
         process.communicate()
 
 
+def test_the_process_ends_with_a_caller_that_is_killed_at_once(store: Store, url: str) -> None:
+    """Regression: it looked for its caller once it had started Python, and took whoever had inherited it."""
+    store.put("a", noise(50_000_000), codec="none")
+    know(store, "team", url, rate=SLOW)
+    program = (
+        "import os, threading, time; from castore import Store\n"
+        "def end(thread):\n"
+        "    while not (child := open(f'/proc/self/task/{thread}/children').read()):\n"
+        "        pass\n"
+        "    worker = os.fork()\n"
+        "    if not worker:\n"
+        "        time.sleep(600)\n"
+        "    print(child, worker, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        f"store = Store({str(store.path)!r})\n"
+        "pushing = threading.Thread(target=store.push, kwargs={'to': 'team'})\n"
+        "pushing.start()\n"
+        "end(pushing.native_id)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    child, worker = map(int, process.stdout.readline().split())
+    try:
+        process.wait()
+        while os.path.exists(f"/proc/{child}/exe"):
+            time.sleep(0.02)
+        assert os.path.exists(f"/proc/{worker}/exe"), "it holds the pipes still"
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        process.communicate()
+    with pytest.raises(RemoteMissingError, match="no ref 'main'"):
+        store.remote("team").log()
+
+
+def test_ctrl_c_ends_a_push_though_a_forked_worker_holds_its_pipes(store: Store, url: str) -> None:
+    """Regression: the process saw no end of its input, and the push landed all the same."""
+    store.put("a", noise(50_000_000), codec="none")
+    know(store, "team", url, rate=SLOW)
+    workers: list[int] = []
+
+    def interrupt(done: int, total: int) -> None:
+        workers.append(os.fork())
+        if not workers[-1]:
+            time.sleep(600)
+            os._exit(1)
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.push(to="team", progress=interrupt)
+        with pytest.raises(RemoteMissingError, match="no ref 'main'"):
+            store.remote("team").log()
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
+
+
 def children_of(pid: int) -> list[int]:
     """Those that move bytes; servers of other tests are children too."""
     found = []

@@ -357,12 +357,11 @@ class BlockMaker:
                     continue
                 features = joined.decide() if done else job.features
                 section = job._replace(rows=rows, first=job.first + done, features=features)
-                upto = done + len(rows)
                 for part in self._run_parts(section, finer, stack):
                     self._refuse_memory(part.written)
                     joined.add(part.written)
                     made.append(part)
-                    done = upto if part.part is None else done + part.part.rows
+                    done += part.rows
                     self._progress.count(job.number, done, reused=part.is_reused)
             written = joined.write(file)
         if written is None:
@@ -374,15 +373,17 @@ class BlockMaker:
         """The results of parts, in order, each kept once it is there.
 
         The first parts tell how long the others take: the rows before that may have loaded a model. So the
-        rest is cut anew, or runs at once where it takes little time. Kept parts tell what they told when
-        they ran, so another run cuts at the same places.
+        rest is cut anew. Where it takes little time, it runs at once, up to the next part that is kept. The
+        others begin when the first parts have told, in however many processes: so another run cuts at the
+        same places.
         """
         running: deque[tuple[Part, Future[Written]] | MadePart] = deque()
         most = 1 if self._workers is None else 2 * self._step.num_proc
         waiting = deque(self._parts.cut(job.rows, job.first, job.features, finer))
         speeds, may_be_quick = list[float](), finer != AS_BLOCKS
         while waiting or running:
-            while waiting and len(running) < most:
+            untold = TELLING_PARTS - len(speeds)
+            while waiting and len(running) < (min(most, untold) if untold > 0 else most):
                 part = waiting.popleft()
                 file = self._new_file()
                 stack.callback(remove_result, file)
@@ -391,14 +392,17 @@ class BlockMaker:
                     running.append(found)
                     continue
                 if may_be_quick and self._are_quick(speeds, job):
-                    rest = job.rows[part.first - job.first :]
+                    along = list(itertools.takewhile(lambda other: not self._parts.is_kept(other), waiting))
+                    count = part.rows + sum(other.rows for other in along)
+                    rows = job.rows[part.first - job.first :][:count]
                     try:
-                        written = self._run_part(job, part, rest, file, may_end=True).result()
+                        written = self._run_part(job, part, rows, file, may_end=True).result()
                     except TooSlowError:
                         may_be_quick = False
                     else:
-                        waiting.clear()
-                        running.append(MadePart(None, written, False, None))
+                        for _ in along:
+                            waiting.popleft()
+                        running.append(MadePart(None, count, written, False, None))
                         continue
                 may_end = finer == AS_BLOCKS and self._seconds_a_row is None
                 running.append((part, self._run_part(job, part, part.block.read(), file, may_end=may_end)))
@@ -432,7 +436,7 @@ class BlockMaker:
             written = coming.result()
         self._check_files(part.block.read(), part.block.files)
         if written.remembers:
-            return MadePart(part, written, False, None)
+            return MadePart(part, part.rows, written, False, None)
         return self._parts.keep(part, written)
 
     def _run(

@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,12 +75,14 @@ class MadePart(NamedTuple):
 
     Attributes:
         part: the part; None for rows that are no part of their own.
+        rows: the number of rows that went into it.
         written: the file.
         is_reused: whether the result was kept.
         digest: of the file that has it in the store; None if it is not kept.
     """
 
     part: Part | None
+    rows: int
     written: Written
     is_reused: bool
     digest: str | None
@@ -136,12 +138,18 @@ class BlockParts:
         by_default = self.fit(rows, seconds_a_row) if is_slow and seconds_a_row is not None else None
         if follows_kill and by_default is None and self._decides_features(rows, features):
             by_default = AS_BLOCKS
-        if by_default is None and not (seconds is None and self._has_kept):
+        # Parts of a block that takes little time here may have been made in more processes.
+        may_be_kept = self._has_kept and (seconds is None or self._step.may_be_slow(seconds))
+        if by_default is None and not may_be_kept:
             return None
         head = rows[: self.head_rows(len(rows), features)]
-        kept = {finer: self._kept_ends(head, first, features, finer) for finer in (AS_BLOCKS, *_FINER)}
+        return self._kept_cut(head, first, features, (AS_BLOCKS, *_FINER)) or by_default
+
+    def _kept_cut(self, rows: pa.Table, first: int, features: str | None, cuts: Iterable[int]) -> int | None:
+        """The way of cutting of which parts are kept; None if none are."""
+        kept = {finer: self._kept_ends(rows, first, features, finer) for finer in cuts}
         likely = max(kept, key=lambda finer: kept[finer])
-        return likely if kept[likely] else by_default
+        return likely if kept[likely] else None
 
     def _kept_ends(self, rows: pa.Table, first: int, features: str | None, finer: int) -> int:
         """How many of the first and the last part are kept: one may be alike in two ways of cutting."""
@@ -171,7 +179,8 @@ class BlockParts:
         rest: Part,
         speeds: Sequence[float],
     ) -> list[Part] | None:
-        """Larger parts from one part on, if those before it tell that others fit the time; None for the same.
+        """Larger parts from one part on, if such parts are kept, or if those before it tell that they fit the
+        time; None for the same.
 
         Args:
             rows, first, features, finer: as for `cut`, which has made the parts.
@@ -180,8 +189,11 @@ class BlockParts:
         """
         if len(speeds) != TELLING_PARTS:
             return None
-        fit = self.fit(rows, statistics.median(speeds))
-        return self.cut(rows[rest.first - first :], rest.first, features, fit) if fit < finer else None
+        others = rows[rest.first - first :]
+        coarser = [other for other in _FINER if other < finer]
+        kept = self._kept_cut(others, rest.first, features, (finer, *coarser)) if coarser else None
+        fit = kept or self.fit(rows, statistics.median(speeds))
+        return self.cut(others, rest.first, features, fit) if fit < finer else None
 
     def rows_kept(self, rows: pa.Table, first: int, features: str | None) -> int:
         """How many rows of a block are in parts that are kept, so that the next run need not run them.
@@ -255,6 +267,10 @@ class BlockParts:
         blob = self._store.blob(found["digest"])
         return None if blob is None or blob.pack == LOST else found
 
+    def is_kept(self, part: Part) -> bool:
+        """Whether the result of a part is kept."""
+        return self._find(part.key) is not None
+
     def bring(self, part: Part, file: Path) -> MadePart | None:
         """Write the rows of a kept part to a file; None if it is not kept."""
         found = self._find(part.key)
@@ -265,7 +281,7 @@ class BlockParts:
         rows = table[found["start"] : found["start"] + found["rows"]]
         with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
-        return MadePart(part, _written(found, str(file)), True, found["digest"])
+        return MadePart(part, part.rows, _written(found, str(file)), True, found["digest"])
 
     def _read(self, digest: str) -> pa.Table | None:
         """The rows of a file; None if its bytes are damaged or gone."""
@@ -298,7 +314,7 @@ class BlockParts:
         except (FullError, TooLargeError) as error:
             raise NotInBlocksError(NO_ROOM) from error
         self._made.add(part.key)
-        return MadePart(part, written, False, entry.digest)
+        return MadePart(part, part.rows, written, False, entry.digest)
 
     def forget(self) -> None:
         """Take back the keys of all parts that were kept."""
@@ -310,7 +326,7 @@ class BlockParts:
 
         def link() -> None:
             start = 0
-            for part, written, _, _ in made:
+            for part, _, written, _, _ in made:
                 if part is not None:
                     # The second key is that of the same rows in a block that has others in front of it.
                     later = self._key_of(part.block, part.first, result.features)

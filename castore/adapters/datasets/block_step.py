@@ -39,6 +39,8 @@ from castore.system import worker_processes
 _AS_IT_LIES = ("arrow", "pandas", "polars")
 #: A block that takes more seconds is slow; one that other processes would wait for, if it takes a tenth.
 SLOW_SECONDS = 10.0
+# By this much fewer where processes would have too few blocks to share.
+_FEWER = 10
 # With fewer blocks for each process, some would wait for others at the end.
 _BLOCKS_A_PROCESS = 4
 #: A column whose type no row has shown yet, in the JSON of features.
@@ -109,7 +111,12 @@ class BlockStep(NamedTuple):
         """A block of so many rows is slow if it takes more seconds."""
         blocks = len(self.dataset) / rows
         are_few = self.num_proc > 1 and blocks < _BLOCKS_A_PROCESS * self.num_proc
-        return SLOW_SECONDS / 10 if are_few else SLOW_SECONDS
+        return SLOW_SECONDS / _FEWER if are_few else SLOW_SECONDS
+
+    @staticmethod
+    def may_be_slow(seconds: float) -> bool:
+        """Whether a block that takes so many seconds is slow in some number of processes."""
+        return seconds > SLOW_SECONDS / _FEWER
 
 
 def can_cut(dataset: datasets.Dataset, *, small: bool = False) -> bool:

@@ -220,11 +220,13 @@ class Pipeline:
         for step in planned[number:]:
             over = _Run(self, dataset, ProgressMeter(self.steps, None))
             blocks = over.in_blocks(step) or over.hashes_in_blocks(step)
+            is_small = blocks is None
+            blocks = blocks or over.in_blocks(step, small=True)
             if blocks is None:
                 break
             run = BlockRun(self.store, blocks, StorageOptions(self.codec))
             found = forecast(run, blocks, pieces, _last_features(records, step))
-            if found is None:
+            if found is None or (is_small and not found.rows_kept):  # it may run as one piece
                 break
             is_sure = is_sure and not found.is_guess
             explanations[step.number] = dataclasses.replace(

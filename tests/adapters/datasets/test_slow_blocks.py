@@ -150,6 +150,29 @@ def test_explain_foretells_the_rows_of_parts_that_an_error_has_left(
     assert step.rows_reused > at - 6 * PART - (ROWS if num_proc > 1 else 0)
 
 
+def loads_a_model(row: dict[str, Any]) -> dict[str, Any]:
+    """Takes long for the first rows, and little time for the others."""
+    ran()
+    time.sleep(0.004 if int(row["text"].split()[0]) < 12 else 0.0005)
+    return {"size": len(row["text"])}
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (3, 2), (1, 1)])
+def test_parts_are_found_again_in_however_many_processes(store: Store, first: int, second: int) -> None:
+    """Regression: more processes had begun more parts before they were cut anew, at another row."""
+    values = texts(1500)
+    with slow_blocks(), mock.patch.object(block_step, "SLOW_SECONDS", 0.1):
+        Pipeline([loads_a_model], store=store, num_proc=first).run(rows(values))
+        assert stored(store, PARTS_FOLDER)
+        for place in (1499, 700, 20):
+            changed = rows([*values[:place], f"{place} new", *values[place + 1 :]])
+            [foretold] = Pipeline([loads_a_model], store=store, num_proc=second).explain(changed)
+            ran.take()
+            [step] = Pipeline([loads_a_model], store=store, num_proc=second).run(changed).steps
+            assert foretold.rows_reused == step.rows_reused
+            assert ran.take() == 1500 - step.rows_reused < 500
+
+
 def test_explain_foretells_the_rows_of_parts_behind_a_changed_row(store: Store) -> None:
     data = rows(texts())
     with slow_blocks(ROWS // PART):
