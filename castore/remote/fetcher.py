@@ -661,7 +661,7 @@ class Fetcher:
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
-    """Wait for all, and raise the first error. Whoever has asked for many finds all others there then."""
+    """Wait for all, and raise the first error: a caller that asked for many finds all others there then."""
     wait(futures)
     for future in futures:
         future.result()

@@ -559,7 +559,7 @@ class _Lost:
         if isinstance(errors[0], CorruptError):
             raise CorruptError(text, digest=errors[0].digest, where=errors[0].where) from errors[0]
         # The listings that a plain check reads do not say which dictionaries are needed.
-        deep = " --deep" if f"/{DICTIONARIES}" in str(errors[0]) else ""
+        deep = " --deep" if DICTIONARIES in str(errors[0]) else ""
         raise RemoteMissingError(
             f"{text}; `castore remote check{deep}` says which names need it, and with --repair uploads it"
             " again from a store that has their bytes"

@@ -566,10 +566,15 @@ class Remote:
                         outcome = message
                     elif progress is not None:
                         progress(*message["progress"])
-            finally:
+            except BaseException:
                 # A worker that was forked meanwhile has the pipe as well: a closed end alone tells nothing.
+                if process.poll() is None:
+                    with suppress(BrokenPipeError):
+                        process.stdin.write(_STOP)
+                        process.stdin.flush()
+                raise
+            finally:
                 with suppress(BrokenPipeError):
-                    process.stdin.write(_STOP)
                     process.stdin.close()
                 try:
                     process.wait(_PATIENCE)

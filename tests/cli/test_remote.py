@@ -380,7 +380,7 @@ def test_a_note_of_another_machine_cannot_draw_on_the_terminal(
     assert seen is not None
     head = read_commit(bucket, seen.commit)
     data = encode_commit(
-        Commit(head.tree, None, 1e300, "me\x1b[2J", "[red]a\n\x1b]0;title\x07\u202eb\tc", 1, -1)
+        Commit(head.tree, None, 1e300, "me\x1b[2J", "[red]a\n\x1b]0;title\x07\u202eb\tc", 1, 1)
     )
     bucket.put(commit_key(digest_of(data)), data)
     assert move_ref(bucket, "main", seen, digest_of(data), 0)

@@ -109,6 +109,7 @@ class Reader(AbstractContextManager["Reader"]):
         environment: the folder of its virtual environment, below the project.
         folder: for a dataset that lies on a disk; created if it is missing.
         program: a module that takes the same arguments and requests.
+        patience: seconds after which an answer has failed.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class Reader(AbstractContextManager["Reader"]):
         folder: Path,
         environment: str = OURS,
         program: str = "tools.bench.epochs",
+        patience: float = _PATIENCE,
     ) -> None:
         self._what = contestant
+        self._patience = patience
         python = PROJECT / environment / "bin" / "python"
         if not python.exists():
             raise RuntimeError(f"there is no {python}: make it with tools/setup.sh bench")
@@ -147,7 +150,7 @@ class Reader(AbstractContextManager["Reader"]):
         return float(self._listen())
 
     def _listen(self) -> str:
-        patience = threading.Timer(_PATIENCE, self._process.kill)
+        patience = threading.Timer(self._patience, self._process.kill)
         patience.start()
         try:
             answer = _stream(self._process.stdout).readline()
@@ -156,7 +159,7 @@ class Reader(AbstractContextManager["Reader"]):
         if not answer:
             _, errors = self._process.communicate()
             raise RuntimeError(
-                f"the reader of {self._what} failed, or gave no answer for {_PATIENCE} s: "
+                f"the reader of {self._what} failed, or gave no answer for {self._patience:g} s: "
                 f"{errors.strip()[-2000:]}"
             )
         return answer

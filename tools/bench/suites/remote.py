@@ -60,6 +60,8 @@ ABOUT = (
 )
 LINK, RCLONE, S3FS = "the link", "rclone mount", "s3fs-fuse"
 _PROCESSES, _WORKERS = 8, 2
+# Seconds after which an epoch has failed: mosaicml-streaming may wait for a shard for many minutes.
+_EPOCH_SECONDS = 180
 _MB = 10**6
 
 
@@ -430,7 +432,9 @@ class Streamer(AbstractContextManager["Streamer"]):
     def start(self) -> None:
         environment = PEERS if self._node is None else OURS
         program = "tools.bench.network_epochs"
-        self._reader = Reader(self._what, self._samples, _WORKERS, self._folder, environment, program)
+        self._reader = Reader(
+            self._what, self._samples, _WORKERS, self._folder, environment, program, _EPOCH_SECONDS
+        )
 
     def epoch(self) -> float:
         assert self._reader is not None
