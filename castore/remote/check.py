@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from itertools import chain
 from typing import NamedTuple
 
 from castore.errors import (
@@ -110,12 +109,15 @@ class _Need:
         at, use = next(iter(self.uses.items()))
         return at.problem(key, why, use.names)
 
-    def wrong_sizes(self, key: str, size: int) -> Iterator[_Problem]:
-        """The commits for which the object has the wrong size. It is the object, or their trees lie."""
+    def wrong_size(self, key: str, size: int) -> _Problem | None:
+        """The problem that the object has another size than a commit needs: the first for which that is so.
+        Either the object is damaged, or the tree lies.
+        """
         for at, use in self.uses.items():
             if size < use.end or (not self.is_packed and size != use.end):
                 why = f"it has {size} bytes, and the tree needs {use.end}"
-                yield _Problem(bool(at.digits), at.problem(key, why, use.names))
+                return _Problem(bool(at.digits), at.problem(key, why, use.names))
+        return None
 
 
 class _Problem(NamedTuple):
@@ -174,11 +176,11 @@ def check(
     sizes = {
         key: wrong
         for key, need in found.needs.items()
-        if key in there and (wrong := list(need.wrong_sizes(key, there[key])))
+        if key in there and (wrong := need.wrong_size(key, there[key])) is not None
     }
     if deep:
         told += _read_all(bucket, pool, there, found, {problem.key for problem in problems}, sizes, progress)
-    told += chain.from_iterable(sizes.values())
+    told += sizes.values()
     hints = set(map(hint_key, refs))
     orphans = [key for key in there.keys() - meant - hints if not key.startswith(DICTIONARIES)]
     is_known = not damaged and not found.problems  # else refs may mean more than was found
@@ -299,7 +301,7 @@ def _read_all(
     there: dict[str, int],
     found: _Meant,
     bad: Collection[str],
-    sizes: dict[str, list[_Problem]],
+    sizes: dict[str, _Problem],
     progress: Progress,
 ) -> Iterator[_Problem]:
     """Read all objects that refs mean and that are there, but for pages that are bad, and yield the problems.
