@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+import psutil
 
 # Seconds after which a reader that gives no answer is taken for hung.
 _PATIENCE = 600
@@ -150,7 +152,7 @@ class Reader(AbstractContextManager["Reader"]):
         return float(self._listen())
 
     def _listen(self) -> str:
-        patience = threading.Timer(self._patience, self._process.kill)
+        patience = threading.Timer(self._patience, self._kill)
         patience.start()
         try:
             answer = _stream(self._process.stdout).readline()
@@ -163,6 +165,12 @@ class Reader(AbstractContextManager["Reader"]):
                 f"{errors.strip()[-2000:]}"
             )
         return answer
+
+    def _kill(self) -> None:
+        """Kill the process and its workers: one that waits for ever does not look for its parent."""
+        for process in (*psutil.Process(self.pid).children(recursive=True), self._process):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

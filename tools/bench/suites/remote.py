@@ -60,8 +60,9 @@ ABOUT = (
 )
 LINK, RCLONE, S3FS = "the link", "rclone mount", "s3fs-fuse"
 _PROCESSES, _WORKERS = 8, 2
-# Seconds after which an epoch has failed: mosaicml-streaming may wait for a shard for many minutes.
-_EPOCH_SECONDS = 180
+# Seconds after which an epoch of a peer is begun again, and how often: a worker of mosaicml-streaming waits for
+# ever for a shard in one epoch of some fifteen (0.13.0).
+_EPOCH_SECONDS, _TRIES = 60, 5
 _MB = 10**6
 
 
@@ -408,7 +409,8 @@ def _under_load(node: Node, storage: Storage, name: str, size: int, stored: int)
 
 
 class Streamer(AbstractContextManager["Streamer"]):
-    """A process of `tools.bench.network_epochs` that can be started anew, with nothing.
+    """A process of `tools.bench.network_epochs` that can be started anew, with nothing. An epoch of a peer that
+    does not end is no figure of it: it begins anew.
 
     Args:
         what: a name in `tools.bench.network_epochs.CONTESTANTS`.
@@ -420,6 +422,7 @@ class Streamer(AbstractContextManager["Streamer"]):
     def __init__(self, what: str, samples: int, folder: Path, node: Node | None = None) -> None:
         self._what, self._samples, self._folder, self._node = what, samples, folder, node
         self._reader: Reader | None = None
+        self._epochs = 0
 
     def afresh(self) -> None:
         """Have a process that has read nothing, and a folder with nothing in it."""
@@ -432,13 +435,28 @@ class Streamer(AbstractContextManager["Streamer"]):
     def start(self) -> None:
         environment = PEERS if self._node is None else OURS
         program = "tools.bench.network_epochs"
+        patience = _EPOCH_SECONDS if self._node is None else 10 * _EPOCH_SECONDS
         self._reader = Reader(
-            self._what, self._samples, _WORKERS, self._folder, environment, program, _EPOCH_SECONDS
+            self._what, self._samples, _WORKERS, self._folder, environment, program, patience
         )
+        self._epochs = 0
 
     def epoch(self) -> float:
-        assert self._reader is not None
-        return self._reader.read(1)
+        for tries in count(1):
+            assert self._reader is not None
+            try:
+                seconds = self._reader.read(1)
+            except RuntimeError:
+                if self._node is not None or tries == _TRIES:
+                    raise
+            else:
+                self._epochs += 1
+                return seconds
+            before = self._epochs
+            self.afresh()
+            for _ in range(before):
+                self.epoch()
+        raise AssertionError("not reached")
 
     def _end(self) -> None:
         if self._reader is not None:
