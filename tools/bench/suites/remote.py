@@ -60,8 +60,8 @@ ABOUT = (
 )
 LINK, RCLONE, S3FS = "the link", "rclone mount", "s3fs-fuse"
 _PROCESSES, _WORKERS = 8, 2
-# Seconds after which an epoch of a peer is begun again, and how often: a worker of mosaicml-streaming waits for
-# ever for a shard in one epoch of some fifteen (0.13.0).
+# Seconds after which an epoch of a peer is begun again, and how often: in one epoch of some fifteen a worker of
+# mosaicml-streaming (0.13.0) waits for a shard for ever.
 _EPOCH_SECONDS, _TRIES = 60, 5
 _MB = 10**6
 
@@ -409,8 +409,9 @@ def _under_load(node: Node, storage: Storage, name: str, size: int, stored: int)
 
 
 class Streamer(AbstractContextManager["Streamer"]):
-    """A process of `tools.bench.network_epochs` that can be started anew, with nothing. An epoch of a peer that
-    does not end is no figure of it: it begins anew.
+    """A process of `tools.bench.network_epochs` that can be started anew, with nothing.
+
+    An epoch of a peer that does not end is no figure: it begins anew.
 
     Args:
         what: a name in `tools.bench.network_epochs.CONTESTANTS`.
