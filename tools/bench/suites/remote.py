@@ -60,8 +60,8 @@ ABOUT = (
 )
 LINK, RCLONE, S3FS = "the link", "rclone mount", "s3fs-fuse"
 _PROCESSES, _WORKERS = 8, 2
-# Seconds after which an epoch of a peer is begun again, and how often: in one epoch of some fifteen a worker of
-# mosaicml-streaming (0.13.0) waits for a shard for ever.
+# Seconds after which an epoch of a peer is begun again, and how often in all: in one epoch of some fifteen a
+# worker of mosaicml-streaming (0.13.0) waits for a shard for ever.
 _EPOCH_SECONDS, _TRIES = 60, 5
 _MB = 10**6
 
@@ -423,7 +423,7 @@ class Streamer(AbstractContextManager["Streamer"]):
     def __init__(self, what: str, samples: int, folder: Path, node: Node | None = None) -> None:
         self._what, self._samples, self._folder, self._node = what, samples, folder, node
         self._reader: Reader | None = None
-        self._epochs = 0
+        self._epochs, self._tries = 0, _TRIES
 
     def afresh(self) -> None:
         """Have a process that has read nothing, and a folder with nothing in it."""
@@ -443,21 +443,20 @@ class Streamer(AbstractContextManager["Streamer"]):
         self._epochs = 0
 
     def epoch(self) -> float:
-        for tries in count(1):
-            assert self._reader is not None
-            try:
-                seconds = self._reader.read(1)
-            except RuntimeError:
-                if self._node is not None or tries == _TRIES:
-                    raise
-            else:
-                self._epochs += 1
-                return seconds
+        assert self._reader is not None
+        try:
+            seconds = self._reader.read(1)
+        except RuntimeError:
+            if self._node is not None or not self._tries:
+                raise
+            self._tries -= 1
             before = self._epochs
             self.afresh()
-            for _ in range(before):
-                self.epoch()
-        raise AssertionError("not reached")
+            for _ in range(before + 1):
+                seconds = self.epoch()
+            return seconds
+        self._epochs += 1
+        return seconds
 
     def _end(self) -> None:
         if self._reader is not None:
