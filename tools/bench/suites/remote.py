@@ -60,7 +60,7 @@ ABOUT = (
 )
 LINK, RCLONE, S3FS = "the link", "rclone mount", "s3fs-fuse"
 _PROCESSES, _WORKERS = 8, 2
-# Seconds after which an epoch of a peer is begun again, and how often in all: in one epoch of some fifteen a
+# Seconds after which an epoch of a peer is begun again, and how often in all: at times a
 # worker of mosaicml-streaming (0.13.0) waits for a shard for ever.
 _EPOCH_SECONDS, _TRIES = 60, 5
 _MB = 10**6
