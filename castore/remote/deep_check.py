@@ -54,7 +54,7 @@ class Damage(NamedTuple):
 
     Attributes:
         why: its bytes are not those of its name; None if they are.
-        untrue: claims that are not so. None if the object itself is damaged.
+        untrue: claims that are not so. Not known if the object itself is damaged, and empty then.
         dictionaries: those that blobs need and that are damaged or gone, by number, and why.
     """
 

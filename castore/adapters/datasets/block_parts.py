@@ -198,7 +198,7 @@ class BlockParts:
     def rows_kept(self, rows: pa.Table, first: int, features: str | None) -> int:
         """How many rows of a block are in parts that are kept, so that the next run need not run them.
 
-        That run cuts the block at other places only if the parts that it makes tell another speed.
+        The next run cuts the block at the same places, unless a part that it makes takes another time.
 
         Args:
             rows, first: the block, and the number of its first row.
