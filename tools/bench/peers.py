@@ -101,6 +101,10 @@ class Mount(AbstractContextManager["Mount"]):
         run(*self._down)
 
 
+class HungError(RuntimeError):
+    """A reader gave no answer, and was killed."""
+
+
 class Reader(AbstractContextManager["Reader"]):
     """A process of `tools.bench.epochs`: a warm dataset that reads epochs on request.
 
@@ -126,6 +130,7 @@ class Reader(AbstractContextManager["Reader"]):
     ) -> None:
         self._what = contestant
         self._patience = patience
+        self._is_hung = False
         python = PROJECT / environment / "bin" / "python"
         if not python.exists():
             raise RuntimeError(f"there is no {python}: make it with tools/setup.sh bench")
@@ -160,14 +165,14 @@ class Reader(AbstractContextManager["Reader"]):
             patience.cancel()
         if not answer:
             _, errors = self._process.communicate()
-            raise RuntimeError(
-                f"the reader of {self._what} failed, or gave no answer for {self._patience:g} s: "
-                f"{errors.strip()[-2000:]}"
-            )
+            if self._is_hung:
+                raise HungError(f"the reader of {self._what} gave no answer for {self._patience:g} s")
+            raise RuntimeError(f"the reader of {self._what} failed: {errors.strip()[-2000:]}")
         return answer
 
     def _kill(self) -> None:
         """Kill the process and its workers: one that waits for ever does not look for its parent."""
+        self._is_hung = True
         for process in (*psutil.Process(self.pid).children(recursive=True), self._process):
             with suppress(psutil.NoSuchProcess):
                 process.kill()

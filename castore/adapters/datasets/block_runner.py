@@ -418,11 +418,9 @@ class BlockRun:
                 first += len(block.read()) if found is None else found.rows_in
             yield FoundBlock(block, found, begin, known)
 
-    def rows_in_parts(self, found: FoundBlock) -> int:
-        """How many rows of a block whose result is not kept are in parts that are."""
-        if found.block is None or found.result is not None:
-            return 0
-        return self._parts().rows_kept(found.block.read(), found.first, found.features)
+    def rows_in_parts(self, found: FoundBlock, rows: pa.Table) -> int:
+        """How many rows of a block, whose result is not kept, are in parts that are."""
+        return self._parts().rows_kept(rows, found.first, found.features)
 
     def _parts(self) -> BlockParts:
         keys = _Keys(self._step)

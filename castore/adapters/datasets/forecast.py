@@ -91,9 +91,9 @@ def forecast(
     if pieces is None:
         found: list[tuple[int | None, BlockResult | None, int]] = []
         for each in run.find(source_blocks(step.dataset, step.rule), features):
-            rows = None if each.result is not None or each.block is None else len(each.block.read())
-            found.append((rows, each.result, 0))
-            in_parts += run.rows_in_parts(each)
+            rows = None if each.result is not None or each.block is None else each.block.read()
+            found.append((None if rows is None else len(rows), each.result, 0))
+            in_parts += 0 if rows is None else run.rows_in_parts(each, rows)
     elif (
         step.rule.multiple
         or step.is_numbered
@@ -115,7 +115,8 @@ def forecast(
     if not step.has_features and not any(result.rows for result in results):
         if not in_parts:
             return None
-        blocks = sum(1 for _ in source_blocks(step.dataset, step.rule))
+        # Without features those behind the first were not looked for.
+        blocks = len(found) if features else sum(1 for _ in source_blocks(step.dataset, step.rule))
         return Forecast(blocks, len(results), len(step.dataset), kept_rows, None, (), is_guess=False)
     counts = [rows if result is None else result.rows_in for rows, result, _ in found]
     decides = next((result for _, result, _ in found if result is None or result.rows), None)

@@ -36,7 +36,7 @@ from tools.bench.harness import (
 )
 from tools.bench.network_epochs import REMOTE, SAMPLES, SIZE, STORE
 from tools.bench.object_storage import BANDWIDTH, BUCKET, DELAY, NOT_COMPRESSIBLE, Storage, program
-from tools.bench.peers import OURS, PEERS, PROJECT, Mount, Reader, run
+from tools.bench.peers import OURS, PEERS, PROJECT, HungError, Mount, Reader, run
 from tools.bench.peers import castore as command
 from tools.bench.reads import READERS, random_places, read_at_random, read_through
 
@@ -446,9 +446,10 @@ class Streamer(AbstractContextManager["Streamer"]):
         assert self._reader is not None
         try:
             seconds = self._reader.read(1)
-        except RuntimeError:
+        except HungError as error:
             if self._node is not None or not self._tries:
                 raise
+            print(f"{error}: it begins anew", file=sys.stderr)
             self._tries -= 1
             before = self._epochs
             self.afresh()
