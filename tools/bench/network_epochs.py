@@ -101,7 +101,7 @@ def _castore_lazy(folder: Path, samples: int, options: dict[str, Any]) -> Iterat
 
     with castore.Store(folder / STORE) as store:
         store.pull(remote=REMOTE, lazy=True)
-    yield _shuffled(Names(folder / STORE, samples), options)
+    yield _shuffled(Names(folder / STORE, samples), options | _in_shared_batches())
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _castore_pulled(folder: Path, samples: int, options: dict[str, Any]) -> Iter
 
     with castore.Store(folder / STORE) as store:
         store.pull(remote=REMOTE)
-    yield _shuffled(Names(folder / STORE, samples), options)
+    yield _shuffled(Names(folder / STORE, samples), options | _in_shared_batches())
 
 
 @contextmanager
@@ -124,7 +124,13 @@ def _castore_streamed(folder: Path, samples: int, options: dict[str, Any]) -> It
         dataset = Names(folder / STORE, samples)
         pull = store.remote(REMOTE).begin_pull()
         sampler = WindowSampler(store, dataset.names, window=_WINDOW, pull=pull, seed=_SEED)
-        yield DataLoader(dataset, sampler=sampler, **options)
+        yield DataLoader(dataset, sampler=sampler, **options, **_in_shared_batches())
+
+
+def _in_shared_batches() -> dict[str, Any]:
+    from castore.adapters.torch import SharedBatches
+
+    return {"collate_fn": SharedBatches()}
 
 
 def _shuffled(dataset: Dataset[torch.Tensor], options: dict[str, Any]) -> Any:

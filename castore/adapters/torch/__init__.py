@@ -3,7 +3,8 @@
 `wrapper` is the base of datasets that stand in front of another one. `cached` and `cached_iterable` keep
 samples in the store, `bilevel` in shared memory and in the store, `lazy` by rank, `shared` in shared
 memory alone. `dataset_identity` makes the key of a dataset, `samples` the bytes of a sample.
-`window_sampler` is the order in which an epoch reads samples that a remote has.
+`window_sampler` is the order in which an epoch reads samples that a remote has, and `shared_batches` how
+workers hand batches to the loader's process.
 
 May import: torch, and the store and all below it, with `shm`.
 Must never: give a sample that the wrapped dataset would not give, or keep samples of a dataset without a key.
@@ -26,6 +27,7 @@ try:
     from castore.adapters.torch.levels import DiskLevel, LevelStats, MemoryLevel
     from castore.adapters.torch.shard_plan import Indices
     from castore.adapters.torch.shared import SharedCache, get_shm_size
+    from castore.adapters.torch.shared_batches import SharedBatches
     from castore.adapters.torch.window_sampler import WindowSampler
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "numpy", "tqdm"):
@@ -44,6 +46,7 @@ __all__ = [
     "LevelStats",
     "MemoryLevel",
     "Mode",
+    "SharedBatches",
     "SharedCache",
     "Size",
     "WindowSampler",
