@@ -236,7 +236,7 @@ _DTYPES = [
         torch.uint64,
     ),
     *(torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex32),
-    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint4),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 ]
 _OTHERS: dict[str, Callable[[], Any]] = {
     "transposed": lambda: torch.rand(60, 70).t(),
