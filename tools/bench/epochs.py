@@ -78,13 +78,7 @@ class PerBatchOfSlots(PerSample):
 
 
 class PerBatch(PerSample):
-    """The same with castore's `get_batch` and `collate`."""
-
-    def __init__(self, cache: Any, source: Source, samples: int) -> None:
-        super().__init__(cache, source, samples)
-        from castore.adapters.torch import collate
-
-        self.collate = collate
+    """The same with castore's `get_batch`, whose batches `collate` and `SharedBatches` leave as they are."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         batch = self.cache.get_batch(indices)
@@ -271,7 +265,7 @@ def main() -> None:
     if contestant in LOADERS:
         loader: Any = LOADERS[contestant](source, samples, folder, workers)
     else:
-        loader = _loader(CONTESTANTS[contestant](source, samples, folder), workers)
+        loader = _loader(contestant, CONTESTANTS[contestant](source, samples, folder), workers)
     expected = sum(_checksum(source(index)) for index in range(samples))
     _read(loader, 1)
     source.sealed.set()
@@ -282,7 +276,7 @@ def main() -> None:
         answers.write(f"{_read(loader, int(line))}\n")
 
 
-def _loader(dataset: Any, workers: int) -> Any:
+def _loader(contestant: str, dataset: Any, workers: int) -> Any:
     # Linux used fork until now, and stocaching needs it.
     options: dict[str, Any] = {"multiprocessing_context": "fork" if workers else None}
     options |= {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
@@ -290,7 +284,10 @@ def _loader(dataset: Any, workers: int) -> Any:
         from litdata import StreamingDataLoader
 
         return StreamingDataLoader(dataset, **options)  # the dataset shuffles
-    options |= {"collate_fn": getattr(dataset, "collate", None)}
+    if contestant.startswith("castore"):
+        from castore.adapters.torch import SharedBatches, collate
+
+        options["collate_fn"] = SharedBatches() if workers else collate
     return DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(_SEED), **options)
 
 
