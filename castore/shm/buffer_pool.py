@@ -13,8 +13,10 @@ may read the former ones.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import resource
 import uuid
 import weakref
 from multiprocessing.reduction import DupFd
@@ -30,7 +32,14 @@ _MESSAGE, _RECEIVED = 0, 1
 _RETIRED = 2**64 - 1
 _SMALLEST = 4096
 # A free buffer goes after so many rounds in which it was not needed.
-_IDLE_ROUNDS = 16
+_IDLE_ROUNDS = 8
+# Such a part of the files that a process may open is for buffers on their way.
+_FILES = 4
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 _NOT_HERE = (
     "a buffer of shared memory was received twice, or by a process that it was not sent to, and may have"
     " other bytes by now; receive each message once"
@@ -47,12 +56,26 @@ class Buffer:
 
     def __init__(self, file: int, size: int) -> None:
         self.size = size
-        self._memory = mmap.mmap(file, _HEADER + size)
-        self.words = memoryview(self._memory)[:16].cast("Q")
+        self._memory = memoryview(_mapped(file, _HEADER + size)).cast("B")
+        self.words = self._memory[:16].cast("Q")
 
     def bytes(self, size: int) -> memoryview:
         """The first bytes, to be written and read; the memory lives as long as the view."""
-        return memoryview(self._memory)[_HEADER : _HEADER + size]
+        return self._memory[_HEADER : _HEADER + size]
+
+
+def _mapped(file: int, size: int) -> Any:
+    """Shared memory, until nothing refers to it.
+
+    Python's `mmap` keeps a descriptor for each mapping, and a process may have 1,024 of them.
+    """
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memory
 
 
 class Message(NamedTuple):
@@ -77,52 +100,65 @@ class Message(NamedTuple):
 
 
 class _Own:
-    """A buffer of a pool: its memory, its file until that has travelled, and the round of its latest use."""
+    """A buffer of a pool: its memory, the file until a receiver has it, and the round of its latest use."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.round = number, 0
-        self.file: int | None = os.memfd_create("castore-buffer", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, _HEADER + size)
-        self.buffer = Buffer(self.file, size)
-
-    def close_file(self) -> None:
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
+        file = os.memfd_create("castore-buffer", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, _HEADER + size)
+            self.buffer = Buffer(file, size)
+            self.file: Any = DupFd(file)
+        finally:
+            os.close(file)
 
 
 class BufferPool:
-    """The buffers that a process fills. Of one thread and one process: a forked child needs its own."""
+    """The buffers that a process fills. Of one thread and one process: a forked child needs its own.
+
+    Messages are made in rounds: `begin_round`, then `take` and `send`, then `end_round`.
+    """
 
     def __init__(self) -> None:
-        self.process = os.getpid()
-        self.name, self._started = uuid.uuid4().hex, process_started(self.process)
+        self.name, self.process = uuid.uuid4().hex, os.getpid()
+        self._started = process_started(self.process)
         self._own: dict[int, _Own] = {}
-        self._taken: dict[int, _Own] = {}  # since the latest round began; not sent yet
+        self._taken: dict[int, _Own] = {}
+        self._sent: set[int] = set()
         self._count, self._messages, self._round = 0, 0, 0
+        # Buffers whose file is still open here, for its first message was not received.
+        self._on_the_way: list[_Own] = []
+        self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES
 
     def begin_round(self) -> list[int]:
-        """Begin the next batch of messages; returns the numbers of buffers that are no longer used."""
+        """Begin the next messages; returns the numbers of buffers that are no longer used."""
         self._round += 1
         dropped = []
         for number, own in list(self._own.items()):
             state = own.buffer.words[_MESSAGE]
             if state == _RETIRED or (state == 0 and self._round - own.round > _IDLE_ROUNDS):
-                own.close_file()
                 del self._own[number]
                 dropped.append(number)
         return dropped
 
-    def take(self, size: int) -> tuple[int, Buffer]:
-        """A free buffer for so many bytes, with its number."""
+    def take(self, size: int) -> tuple[int, Buffer] | None:
+        """A free buffer for so many bytes, with its number; None if that would need another file too many.
+
+        Raises:
+            OSError: this process may open no more files, or the memory is used up.
+        """
         least = max(_SMALLEST, 1 << (size - 1).bit_length())  # pages that nobody writes take no memory
         free = (
             own for own in self._own.values() if own.buffer.size == least and not own.buffer.words[_MESSAGE]
         )
         own = next(free, None)
         if own is None:
+            self._on_the_way = [own for own in self._on_the_way if not own.buffer.words[_RECEIVED]]
+            if len(self._on_the_way) >= self._most_files:
+                return None
             self._count += 1
             own = self._own[self._count] = _Own(self._count, least)
+            self._on_the_way.append(own)
         self._messages += 1
         own.round = self._round
         own.buffer.words[_MESSAGE], own.buffer.words[_RECEIVED] = self._messages, 0
@@ -131,32 +167,56 @@ class BufferPool:
 
     def send(self, number: int) -> Message:
         """The message that gives a taken buffer to a receiver."""
-        own = self._taken.pop(number)
-        file = None if own.file is None else DupFd(own.file)
-        own.close_file()
+        own = self._taken[number]
+        self._sent.add(number)
         message = own.buffer.words[_MESSAGE]
-        return Message(self.name, self.process, self._started, number, message, own.buffer.size, file)
+        return Message(self.name, self.process, self._started, number, message, own.buffer.size, own.file)
 
-    def give_up(self) -> None:
-        """Free the buffers that were taken in this round and not sent."""
-        while self._taken:
-            _, own = self._taken.popitem()
-            own.buffer.words[_MESSAGE] = 0
+    def end_round(self, *, is_sent: bool) -> None:
+        """End the round; its messages are on their way, or will never be. Frees all other buffers of it."""
+        for number, own in self._taken.items():
+            if is_sent and number in self._sent:
+                own.file = None
+            else:
+                own.buffer.words[_MESSAGE] = 0
+        self._taken.clear()
+        self._sent.clear()
 
 
 class _Loan:
     """Bytes of a message that somebody in this process may still read."""
 
-    def __init__(self, buffer: Buffer, loans: dict[int, _Loan]) -> None:
-        self._buffer, self._loans, self._process = buffer, loans, os.getpid()
-        self.has_heirs = False
-        loans[id(self)] = self
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer, self._process = buffer, os.getpid()
+        _loans[id(self)] = self  # before the look at the forks: a fork looks at the loans behind it
+        self.has_heirs = bool(_forks_under_way)
 
     def end(self) -> None:
         """Give the buffer back. A forked child gives nothing back, since its parent may read on."""
         if self._process == os.getpid():
-            self._loans.pop(id(self), None)
-            self._buffer.words[_MESSAGE] = _RETIRED if self.has_heirs else 0
+            _loans.pop(id(self), None)
+            has_heirs = self.has_heirs or bool(_forks_under_way)
+            self._buffer.words[_MESSAGE] = _RETIRED if has_heirs else 0
+
+
+# All loans of this process by their id, and an item for each fork that is under way. Each of these calls is
+# atomic: other threads go on while a fork's other handlers run.
+_loans: dict[int, _Loan] = {}
+_forks_under_way: list[None] = []
+
+
+def _before_fork() -> None:
+    """Have nobody write to what this process reads now, and until the fork is over: its child may read on."""
+    _forks_under_way.append(None)
+    for loan in list(_loans.values()):
+        loan.has_heirs = True
+
+
+def _after_fork() -> None:
+    del _forks_under_way[:1]  # none, if this module was imported meanwhile
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forks_under_way.clear)
 
 
 class BufferReceiver:
@@ -164,8 +224,7 @@ class BufferReceiver:
 
     def __init__(self) -> None:
         self._pools: dict[tuple[str, int, int | None], dict[int, Buffer]] = {}
-        self._loans: dict[int, _Loan] = {}
-        _receivers.add(self)
+        self._held: list[None] = []  # an item for each view; its calls are atomic
 
     def receive(self, message: Message, size: int) -> memoryview:
         """The first bytes of a message. Once the view is gone the pool may fill the buffer again.
@@ -188,8 +247,8 @@ class BufferReceiver:
             raise SegmentError(_NOT_HERE)
         buffer.words[_RECEIVED] = 1
         view = buffer.bytes(size)
-        loan = _Loan(buffer, self._loans)
-        weakref.finalize(view, self._give_back, loan).atexit = False
+        self._held.append(None)
+        weakref.finalize(view, self._give_back, _Loan(buffer)).atexit = False
         return view
 
     def drop(self, pool: str, buffers: list[int]) -> None:
@@ -201,7 +260,8 @@ class BufferReceiver:
 
     def _give_back(self, loan: _Loan) -> None:
         loan.end()
-        if not self._loans:
+        self._held.pop()
+        if not self._held:
             self._forget_ended()
 
     def _forget_ended(self) -> None:
@@ -209,19 +269,3 @@ class BufferReceiver:
         for pool in list(self._pools):
             if not is_running(pool[1], pool[2]):
                 self._pools.pop(pool, None)
-
-    def keep_for_child(self) -> None:
-        """Have nobody write to what this process reads now: a child that it forks may read on."""
-        for loan in list(self._loans.values()):
-            loan.has_heirs = True
-
-
-_receivers: weakref.WeakSet[BufferReceiver] = weakref.WeakSet()
-
-
-def _keep_for_child() -> None:
-    for receiver in list(_receivers):
-        receiver.keep_for_child()
-
-
-os.register_at_fork(before=_keep_for_child, after_in_parent=_keep_for_child)

@@ -46,7 +46,7 @@ class SharedBatches:
 
     Each worker keeps as many buffers as batches of its are on the way or in use, and takes a buffer again
     when no tensor of the loader's process lies in it any more. A batch that is kept keeps its memory: nothing
-    is written to a tensor that somebody still has, in this process or in a child that was forked meanwhile.
+    is written to a tensor that somebody still has, in this process or in a child that Python has forked.
     So a batch is used like any other, with these differences: its tensors are not shared memory of torch
     (``is_shared()`` is False, so that a further process gets a copy) and cannot be enlarged in place.
 
@@ -69,10 +69,12 @@ class SharedBatches:
     def __init__(self, collate_fn: Callable[[Any], Any] | None = None) -> None:
         if collate_fn is not None and not callable(collate_fn):
             raise InvalidValueError(f"collate_fn is a function, not a {type(collate_fn).__name__}")
-        self._set(uuid.uuid4().hex, collate_fn)
+        self._set(uuid.uuid4().hex, collate_fn, os.getpid())
 
-    def _set(self, name: str, collate_fn: Callable[[Any], Any] | None) -> None:
+    def _set(self, name: str, collate_fn: Callable[[Any], Any] | None, made_in: int | None) -> None:
         self._name, self._collate_fn = name, collate_fn
+        # A loader that a worker makes for itself hands its batches to nobody.
+        self._made_in = made_in
         self._sender: _Sender | None = None
         #: Of this object and its copies in this process.
         self._receiver = _receivers.setdefault(name, BufferReceiver())
@@ -85,7 +87,7 @@ class SharedBatches:
 
     def __call__(self, samples: Any) -> Any:
         """A batch of the samples; in a worker, what becomes the batch in the loader's process."""
-        if get_worker_info() is None:
+        if get_worker_info() is None or self._made_in == os.getpid():
             return (self._collate_fn or collate)(samples)
         if self._sender is None or self._sender.process != os.getpid():
             self._sender = _Sender(self._name)
@@ -94,7 +96,7 @@ class SharedBatches:
 
 def _of_loader(name: str, collate_fn: Callable[[Any], Any] | None) -> SharedBatches:
     copy = SharedBatches.__new__(SharedBatches)
-    copy._set(name, collate_fn)
+    copy._set(name, collate_fn, None)
     return copy
 
 
@@ -109,6 +111,12 @@ class _Sent:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receive, self._parts
+
+    def __getitem__(self, item: Any) -> Any:
+        raise TypeError(
+            "a worker's SharedBatches returns what becomes a batch in the loader's process; a function that "
+            "works on batches goes inside: SharedBatches(my_collate)"
+        )
 
 
 def _receive(name: str, pool: str, dropped: list[int], data: bytes) -> Any:
@@ -162,38 +170,47 @@ class _Sender:
 
     def make(self, samples: Any, collate_fn: Callable[[Any], Any] | None) -> _Sent:
         """Collate a batch, and have it travel."""
-        dropped = self._pool.begin_round()
+        dropped, is_sent = self._pool.begin_round(), False
         try:
             if collate_fn is not None:
                 batch = collate_fn(samples)
             elif isinstance(samples, list):
-                by_type = {**default_collate_fn_map, torch.Tensor: self._stack}
-                batch = collate_by_type(samples, collate_fn_map=by_type)
+                batch = collate_by_type(samples, collate_fn_map=self._by_type())
             else:
                 batch = samples
             data = io.BytesIO()
             # Now, not where the batch is sent: there an error would be told to nobody, and the loader wait.
             _Pickler(data, self._pass_on).dump(batch)
+            is_sent = True
             return _Sent(self._name, self._pool.name, dropped, data.getvalue())
         finally:
             self._stacked.clear()
             self._placed.clear()
-            self._pool.give_up()
+            self._pool.end_round(is_sent=is_sent)
+
+    def _by_type(self) -> dict[Any, Any]:
+        """The functions of `default_collate`, with a user's own."""
+        if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+            return default_collate_fn_map
+        return {**default_collate_fn_map, torch.Tensor: self._stack}
 
     def _stack(self, samples: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """`torch.stack` into a buffer, for samples that can be stacked there."""
         first = samples[0]
-        size = first.nbytes * len(samples)
-        if size >= _SMALLEST and _is_plain(first) and all(type(sample) is torch.Tensor for sample in samples):
-            number, buffer = self._pool.take(size)
-            memory = torch.frombuffer(buffer.bytes(size), dtype=first.dtype).view(len(samples), *first.shape)
-            try:
-                torch.stack(samples, out=memory)
-            except (RuntimeError, TypeError):
-                pass  # of several shapes or dtypes: torch's own way has a result, or words, for them
-            else:
-                self._stacked[id(memory)] = memory, number
-                return memory
+        if _is_plain(first) and all(type(sample) is torch.Tensor for sample in samples):
+            size = first.nbytes * len(samples)
+            taken = self._pool.take(size) if size >= _SMALLEST else None
+            if taken is not None:
+                number, buffer = taken
+                memory = torch.frombuffer(buffer.bytes(size), dtype=first.dtype)
+                stacked = memory.view(len(samples), *first.shape)
+                try:
+                    torch.stack(samples, out=stacked)
+                except (RuntimeError, TypeError):
+                    pass  # of several shapes or dtypes: torch's own way has a result, or words, for them
+                else:
+                    self._stacked[id(stacked)] = stacked, number
+                    return stacked
         made: torch.Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
         return made
 
@@ -214,7 +231,10 @@ class _Sender:
             place.tensor_in(memory).copy_(value)
             place = place._replace(source=bytes(memory))
         else:
-            number, buffer = self._pool.take(value.nbytes)
+            taken = self._pool.take(value.nbytes)
+            if taken is None:
+                return None
+            number, buffer = taken
             place.tensor_in(buffer.bytes(value.nbytes)).copy_(value)
             place = place._replace(source=self._pool.send(number))
         self._placed[id(value)] = value, place
