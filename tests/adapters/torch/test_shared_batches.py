@@ -480,10 +480,10 @@ def _many(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(number): torch.stack(samples) + number for number in range(60)}
 
 
-@pytest.mark.parametrize("files", [64, 1024])
-def test_batches_of_many_tensors_come_where_few_files_may_be_open(files: int) -> None:
+@pytest.mark.parametrize("most", [64, 1024])
+def test_batches_of_many_tensors_come_where_few_files_may_be_open(most: int) -> None:
     def work() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, 1024))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, 1024))
         multiprocessing_in_torch.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         kept = list(loader(48, batches=SharedBatches(_many)))
         rows = [number for batch in kept for number in numbers(batch["7"])]
