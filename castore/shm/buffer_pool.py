@@ -33,7 +33,7 @@ _RETIRED = 2**64 - 1
 _SMALLEST = 4096
 # A free buffer goes after so many rounds in which it was not needed.
 _IDLE_ROUNDS = 8
-# Such a part of the files that a process may open is for buffers on their way.
+# Such a part of the files that a process may open yet is for buffers on their way.
 _FILES = 4
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -76,6 +76,12 @@ def _mapped(file: int, size: int) -> Any:
     memory = (ctypes.c_char * size).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, size).atexit = False
     return memory
+
+
+def _files_left() -> int:
+    """How many more files this process may open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(0, most - len(os.listdir("/proc/self/fd")))
 
 
 class Message(NamedTuple):
@@ -128,7 +134,7 @@ class BufferPool:
         self._count, self._messages, self._round = 0, 0, 0
         # Buffers whose file is still open here, for its first message was not received.
         self._on_the_way: list[_Own] = []
-        self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES
+        self._most_files = _files_left() // _FILES
 
     def begin_round(self) -> list[int]:
         """Begin the next messages; returns the numbers of buffers that are no longer used."""
@@ -147,13 +153,13 @@ class BufferPool:
         Raises:
             OSError: this process may open no more files, or the memory is used up.
         """
+        self._on_the_way = [own for own in self._on_the_way if not own.buffer.words[_RECEIVED]]
         least = max(_SMALLEST, 1 << (size - 1).bit_length())  # pages that nobody writes take no memory
         free = (
             own for own in self._own.values() if own.buffer.size == least and not own.buffer.words[_MESSAGE]
         )
         own = next(free, None)
         if own is None:
-            self._on_the_way = [own for own in self._on_the_way if not own.buffer.words[_RECEIVED]]
             if len(self._on_the_way) >= self._most_files:
                 return None
             self._count += 1

@@ -480,10 +480,16 @@ def _many(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(number): torch.stack(samples) + number for number in range(60)}
 
 
-@pytest.mark.parametrize("most", [64, 1024])
-def test_batches_of_many_tensors_come_where_few_files_may_be_open(most: int) -> None:
+@pytest.mark.parametrize("is_open", [0, 500])
+@pytest.mark.parametrize("more", [60, 1000])
+def test_batches_of_many_tensors_come_where_few_files_may_be_open(more: int, is_open: int) -> None:
     def work() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, 1024))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        for _ in range(is_open):
+            os.open("/dev/null", os.O_RDONLY)
+        most = len(os.listdir("/proc/self/fd")) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         multiprocessing_in_torch.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         kept = list(loader(48, batches=SharedBatches(_many)))
         rows = [number for batch in kept for number in numbers(batch["7"])]
