@@ -137,6 +137,11 @@ class BlobFetcher:
         self.are_scattered = False
         self._lost_dictionaries: dict[int, str] = {}
 
+    @property
+    def lacks_dictionary(self) -> bool:
+        """Whether a dictionary that a blob needs is gone."""
+        return bool(self._lost_dictionaries)
+
     def staged(
         self,
         wanted: Iterable[Mapping[bytes, Row]],

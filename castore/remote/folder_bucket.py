@@ -295,6 +295,10 @@ class _translated:  # noqa: N801
             raise RemoteError(
                 f"cannot use {self._what}: a file lies in the way, or a dead link, where a folder should be"
             ) from error
+        if isinstance(error, IsADirectoryError):
+            raise RemoteError(
+                f"cannot use {self._what}: a folder lies where a file should be; remove it"
+            ) from error
         if isinstance(error, FileNotFoundError):
             why = "" if self._folder.is_dir() else ", nor its folder; is the file system mounted?"
             raise RemoteMissingError(f"there is no {self._what}{why}") from error

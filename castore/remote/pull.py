@@ -36,7 +36,7 @@ from castore.remote.bucket import Bucket
 from castore.remote.compare import Compared, Content, Difference, agree, compare, content_of, list_names
 from castore.remote.fetch import REQUEST_BYTES, BlobFetcher, refuse_pickle
 from castore.remote.kept_bytes import drop_parts
-from castore.remote.keys import DICTIONARIES, check_commit
+from castore.remote.keys import check_commit
 from castore.remote.outcomes import Progress, Pulled
 from castore.remote.page_cache import PageCache
 from castore.remote.pages import Row
@@ -534,10 +534,12 @@ class _Lost:
 
     Attributes:
         errors: by the blob's digest.
+        lacks_dictionary: whether a dictionary is gone that some of them need.
     """
 
     def __init__(self) -> None:
         self.errors: dict[bytes, CorruptError | RemoteMissingError] = {}
+        self.lacks_dictionary = False
 
     def add(self, row: Row, error: CorruptError | RemoteMissingError) -> None:
         """Note the blob of a row."""
@@ -559,7 +561,7 @@ class _Lost:
         if isinstance(errors[0], CorruptError):
             raise CorruptError(text, digest=errors[0].digest, where=errors[0].where) from errors[0]
         # The listings that a plain check reads do not say which dictionaries are needed.
-        deep = " --deep" if DICTIONARIES in str(errors[0]) else ""
+        deep = " --deep" if self.lacks_dictionary else ""
         raise RemoteMissingError(
             f"{text}; `castore remote check{deep}` says which names need it, and with --repair uploads it"
             " again from a store that has their bytes"
@@ -574,6 +576,7 @@ class _Fetch:
     ) -> None:
         self._parts = parts
         self._naming = naming
+        self._lost = lost
         self._progress = progress
         self._blobs = BlobFetcher(parts, bucket, pool, lost.add)
         self._committed = time.monotonic()
@@ -590,6 +593,7 @@ class _Fetch:
         while self._again:
             self._fetch(plan)
         self._restore([row for row in plan.agreed if row.digest not in self._under_way])
+        self._lost.lacks_dictionary = self._blobs.lacks_dictionary
         drop_parts(self._parts.index, self._blobs.in_parts)
         return self._blobs.fetched
 

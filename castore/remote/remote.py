@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from typing import Any
 
 from castore.errors import (
-    CastoreError,
     CorruptError,
     InvalidValueError,
     RemoteDeniedError,
@@ -62,6 +62,8 @@ _STOP = b"stop\n"
 _PATIENCE = 15
 # Seconds to wait for results that are offered in the background.
 _OFFER_SECONDS = 60
+# Refs whose repair failed that an error names.
+_FAILURES = 5
 # Upper bound in bytes of a note.
 _LONGEST_NOTE = 1 << 16
 
@@ -498,6 +500,8 @@ class Remote:
 
         Raises:
             CorruptError: a blob here is damaged. Other refs are repaired all the same.
+            RemoteError: several refs are not repaired as a whole; the message has the reason for each. Or an
+                object cannot be written.
             RemoteDeniedError: the remote was added with ``read_only``, or the credentials may not write.
         """
         keys = [(problem.ref, problem.key) for problem in checked.problems]
@@ -505,7 +509,7 @@ class Remote:
         damaged = {ref for ref, key in keys if key.startswith(REFS)}
         without_tree = {ref for ref, key in keys if key.startswith((COMMITS, TREES))}
         repaired: list[Pushed] = []
-        failure: CastoreError | None = None
+        failures: dict[str, CorruptError | RemoteError] = {}
         for ref in checked.refs if bad else ():
             if ref in damaged:  # nothing says what its names are
                 continue
@@ -518,9 +522,13 @@ class Remote:
             except (CorruptError, RemoteError) as error:
                 of_remote = isinstance(error, RemoteError) or (error.where or "").startswith((COMMITS, TREES))
                 if not of_remote or ref not in without_tree:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+                    failures[ref] = error
+        if len(failures) == 1:
+            raise next(iter(failures.values()))
+        if failures:
+            told = "; ".join(f"ref {ref!r}: {error}" for ref, error in islice(failures.items(), _FAILURES))
+            more = "" if len(failures) <= _FAILURES else f"; and {len(failures) - _FAILURES} more"
+            raise RemoteError(f"{len(failures)} refs are not repaired as a whole: {told}{more}")
         return repaired
 
     def _call(self, call: str, arguments: dict[str, Any], progress: Progress | None = None) -> Any:

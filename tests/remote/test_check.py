@@ -371,6 +371,19 @@ def test_a_damaged_ref_is_one_problem_and_hides_no_other(remote: Remote, bucket:
         remote.pull()  # it had no other version
 
 
+def test_each_ref_that_is_not_repaired_says_why(remote: Remote, bucket: Path) -> None:
+    [lost] = [path for path in files(bucket, "objects") if path.stat().st_size > 1_900_000]
+    lost.unlink()
+    lost.mkdir()
+    why = r"cannot use objects/\S+ in \S+: a folder lies where a file should be; remove it"
+    told = f"^2 refs are not repaired as a whole: ref 'main': {why}; ref 'second': {why}$"
+    with pytest.raises(RemoteError, match=told):
+        remote.repair(remote.check())
+    lost.rmdir()
+    remote.repair(remote.check())
+    assert remote.check(deep=True).problems == []
+
+
 def test_a_damaged_marker_says_how_it_is_made_again(store: Store, remote: Remote, bucket: Path) -> None:
     marker = bucket / "castore-remote.json"
     marker.write_bytes(b"{")

@@ -211,7 +211,10 @@ class BlockMaker:
         try:
             if self._workers is None:
                 made = Future()
-                made.set_result(self._make(job, file))
+                try:
+                    made.set_result(self._make(job, file))
+                finally:
+                    self._step.early.forget()
             else:
                 made = self._waiters.submit(self._make, job, file)
         except BaseException:

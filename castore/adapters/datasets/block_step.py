@@ -342,6 +342,8 @@ def _run_own(rows: pa.Buffer, *given: Any) -> Written:
         if _can_travel(error):
             raise
         raise RuntimeError(f"the function has raised {type(error).__qualname__}: {error}") from error
+    finally:
+        _own.early.forget()  # any process may run those rows anew
 
 
 def _can_travel(error: Exception) -> bool:

@@ -4,7 +4,7 @@ A run that turns out to be slow is ended between two calls, and begins anew in p
 rows where nobody sees it, in a cached singleton or in a file, and `map` shows it each row once. So the calls
 before the end are kept, and the run that begins anew takes their results.
 
-Must never give a kept result out twice, or one that a later call may have changed.
+Must never give a kept result out twice, for other rows, or one that a later call may have changed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class _Call(NamedTuple):
 
 
 class EarlyCalls:
-    """The calls of runs that were ended, by the number of their first row in the step's input."""
+    """The calls of runs that were ended, by the number of their first row.
+
+    As long as a run leaves blocks to other ranks, numbers count the rows of its own blocks alone.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
@@ -72,6 +75,10 @@ class EarlyCalls:
         """The call on so many rows from that number on, once; None if there was none."""
         call = self._calls.get(row)
         return self._calls.pop(row) if call is not None and call.rows == rows else None
+
+    def forget(self) -> None:
+        """Forget all calls: their rows are done, and other rows may get their numbers."""
+        self._calls.clear()
 
 
 class CallWatch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +19,11 @@ import datasets
 import pytest
 
 from castore import SharedTurn, Store
-from castore.adapters.datasets import Pipeline, block_runner, cached_filter, cached_map
+from castore.adapters.datasets import Pipeline, block_runner, block_step, cached_filter, cached_map
 from castore.adapters.datasets.block_claims import BlockClaims
 from castore.errors import InvalidValueError
 from castore.remote.folder_bucket import FolderBucket
-from tests.adapters.datasets.small_blocks import small_blocks
+from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks
 from tests.helpers import in_processes
 from tests.mount.conftest import until
 from tests.remote.nodes import several_nodes
@@ -142,6 +144,44 @@ def test_nodes_that_run_a_function_at_once_that_remembers_rows_each_see_all_in_o
 def numbers_texts() -> Callable[[dict[str, Any]], dict[str, Any]]:
     numbers: dict[int, int] = {}
     return lambda row: {"number": numbers.setdefault(row["n"] % 777, len(numbers))}
+
+
+class Failing:
+    """Gives the numbers of rows, and fails at one of them, which does not count in its key."""
+
+    at: int | None = None
+
+    def __castore_key__(self) -> str:
+        return "failing"
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["n"] == self.at:
+            raise RuntimeError(f"row {self.at}")
+        if row["n"] >= 1000:
+            time.sleep(0.002)
+        return {"number": row["n"]}
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_goes_on_after_errors_takes_no_results_of_other_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, num_proc: int
+) -> None:
+    """Regression: results of early calls stayed where parts of their block were there, and a rank gives rows
+    other numbers as long as it leaves blocks to others.
+    """
+    monkeypatch.setenv("RANK", f"{rank}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    function = Failing()
+    # The first block is quick, so nothing foretells that the others are slow.
+    with slow_blocks(20), Store(folder / "node0", remote="team") as store:
+        monkeypatch.setattr(block_step, "SLOW_SECONDS", 0.1)
+        for function.at in range(1350, ROWS, 250):
+            with contextlib.suppress(RuntimeError):  # unless that row has run
+                cached_map(rows(), function, store=store, num_proc=num_proc)
+        function.at = None
+        result = cached_map(rows(), function, store=store, num_proc=num_proc)
+    assert result["number"] == list(range(ROWS))
 
 
 def test_ranks_begin_with_their_own_part_of_the_blocks_and_leave_none(

@@ -134,8 +134,20 @@ def test_an_index_comes_when_the_names_of_its_window_are_there(
     assert str(told.message).startswith("'samples/00020' and perhaps other names are not in")
 
 
+class AskedPull(BackgroundPull):
+    """Tells that it was asked whether it has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(is_first=False)
+        self.asked = threading.Event()
+
+    def done(self) -> bool:
+        self.asked.set()
+        return super().done()
+
+
 def test_names_that_were_there_before_a_pull_wait_for_its_end(tmp_path: Path) -> None:
-    names, pull = some_names(3), BackgroundPull(is_first=False)
+    names, pull = some_names(3), AskedPull()
     pull.set_running_or_notify_cancel()
     with Store(tmp_path, memory=0) as store:
         store.put_many((name, b"of before") for name in names)
@@ -143,6 +155,9 @@ def test_names_that_were_there_before_a_pull_wait_for_its_end(tmp_path: Path) ->
         thread = threading.Thread(target=lambda: read.extend(WindowSampler(store, names, pull=pull)))
         thread.start()
         store.put_many((name, b"of the ref") for name in names)
+        for _ in range(2):  # the second look follows what the first one has led to
+            pull.asked.clear()
+            assert pull.asked.wait(30)
         assert not read
         pull.set_result(Pulled("main", "0", 0, 3, 0, 0))
         thread.join(30)
