@@ -480,8 +480,8 @@ def _many(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(number): torch.stack(samples) + number for number in range(60)}
 
 
-@pytest.mark.parametrize("is_open", [0, 500])
-@pytest.mark.parametrize("more", [60, 1000])
+@pytest.mark.parametrize("is_open", [0, 300])
+@pytest.mark.parametrize("more", [60, 300])
 def test_batches_of_many_tensors_come_where_few_files_may_be_open(more: int, is_open: int) -> None:
     def work() -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
