@@ -33,6 +33,7 @@ from castore.remote.keys import (
     commit_key,
     dictionary_key,
     hint_key,
+    is_own,
     object_key,
     page_key,
     ref_key,
@@ -154,7 +155,8 @@ def check(
             refs[ref] = None
             damaged.append(RemoteProblem(ref, ref_key(ref), str(error), ()))
     lost = [RemoteProblem(ref, ref_key(ref), _LOST_REF, ()) for ref in known if ref not in refs]
-    there = {listed.key: listed.size for folder in _FOLDERS for listed in bucket.listing(folder)}
+    listed = (one for folder in _FOLDERS for one in bucket.listing(folder))
+    there = {one.key: one.size for one in listed if is_own(one.key)}
     found = _Meant(bucket, pages, pages.whole_commits(key for key in there if key.startswith(COMMITS)), deep)
     # The newest commits first: an object that any of them needs is no matter of history.
     histories = {

@@ -35,6 +35,7 @@ from castore.remote.collection_state import (
     FOLDER,
     FRESH_SECONDS,
     IDLE,
+    LISTS,
     STATE,
     State,
     cut_key,
@@ -53,6 +54,7 @@ from castore.remote.keys import (
     TREES,
     commit_key,
     hint_key,
+    is_own,
     object_key,
     page_key,
 )
@@ -72,6 +74,8 @@ ABANDONED_SECONDS = 900.0
 _BEAT_SECONDS = 30.0
 # Pages that are fetched ahead, at least.
 _PAGES_AHEAD = 128
+# An object that shows the storage's time.
+_CLOCK = f"{FOLDER}clock-"
 # Keys deleted between two readings of the clock.
 _BATCH = 1000
 _DIGITS = re.compile("[0-9a-f]{64}")
@@ -154,7 +158,8 @@ class _Run:
         """
         self._cut.clear()
         # Listed before the refs are read: what a push adds and names meanwhile is not even in the list.
-        every = [one for folder in _SWEPT for one in self._bucket.listing(folder)]
+        # Files of others, of another remote, say, are no garbage.
+        every = [one for folder in _SWEPT for one in self._bucket.listing(folder) if is_own(one.key)]
         listed = {one.key: one for one in every if one.modified <= now - self._grace}
         self._known = self._pages.whole_commits(one.key for one in every if one.key.startswith(COMMITS))
         for key in self._needed(now):
@@ -163,7 +168,7 @@ class _Run:
 
     def _now(self) -> float:
         """The time by the storage's clock."""
-        key = f"{FOLDER}clock-{self._id}"
+        key = _CLOCK + self._id
         for _ in range(2):  # another collector removes it if this one is held up for long
             try:
                 self._bucket.put(key, b"")
@@ -295,7 +300,7 @@ class _Run:
         self._bucket.delete(
             one.key
             for one in list(self._bucket.listing(FOLDER))
-            if one.modified < before and not one.key.startswith((STATE, CUTS))
+            if one.modified < before and one.key.startswith((LISTS, _CLOCK))
         )
 
     def _find_ends(self, doomed: Collection[str]) -> tuple[dict[bytes, bytes], dict[str, int]]:
@@ -400,7 +405,8 @@ class _Run:
             }
         )
         self._bucket.remove_unfinished(now - max(self._grace, ABANDONED_SECONDS))
-        left = [one.key for one in self._bucket.listing(CLAIMS) if one.modified < now - ABANDONED_SECONDS]
+        claims = [one for one in self._bucket.listing(CLAIMS) if is_own(one.key)]
+        left = [one.key for one in claims if one.modified < now - ABANDONED_SECONDS]
         self._bucket.delete(left)  # those of nodes that were killed
         if not garbage:
             return 0, 0, None

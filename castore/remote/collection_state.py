@@ -30,6 +30,8 @@ FOLDER = "gc/"
 STATE = FOLDER + "state"
 #: Below it are notes: a collection has removed this commit, and the one after it was there.
 CUTS = FOLDER + "cut/"
+#: Below it are lists of condemned keys.
+LISTS = FOLDER + "condemned/"
 #: Phases of an epoch.
 IDLE, CONDEMNED, DELETING = "idle", "condemned", "deleting"
 #: Seconds from a push's reading of the state to the last try to move its ref. Grace periods are far longer.
@@ -111,7 +113,7 @@ def write_state(bucket: Bucket, new: State, seen: State) -> bool:
 
 def list_key(state: State, number: int) -> str:
     """The key of one object with condemned keys."""
-    return f"{FOLDER}condemned/{state.list}/{number}"
+    return f"{LISTS}{state.list}/{number}"
 
 
 def write_list(bucket: Bucket, state: State, keys: list[str]) -> State:

@@ -33,6 +33,8 @@ _PIECE = 4 << 20
 _VERSIONS = "~"
 # The name of a version is its number, in eight digits or more.
 _VERSION = re.compile("[0-9]{8}|[1-9][0-9]{8,17}")
+# The name of a file on its way.
+_TEMPORARY = re.compile("[0-9a-f]{32}")
 # Versions of a conditional object that stay.
 _KEPT = 64
 #: Files on their way, in the bucket's own file system. The collector removes those that are left behind.
@@ -132,7 +134,8 @@ class FolderBucket:
                     with suppress(FileNotFoundError):
                         path = self._version(key, self._newest(key)) if name in versioned else folder / name
                         status = os.lstat(path)
-                        if stat.S_ISREG(status.st_mode):
+                        # To read a version that is no file is an error. Nobody may take its object for gone.
+                        if name in versioned or stat.S_ISREG(status.st_mode):
                             yield Listed(key, status.st_size, status.st_mtime)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -153,7 +156,7 @@ class FolderBucket:
     def remove_unfinished(self, before: float) -> None:
         """See `Bucket`."""
         with _translated(self, UNFINISHED), suppress(FileNotFoundError):
-            for name in os.listdir(self.folder / UNFINISHED):
+            for name in filter(_TEMPORARY.fullmatch, os.listdir(self.folder / UNFINISHED)):
                 path = self.folder / UNFINISHED / name
                 with suppress(FileNotFoundError):
                     if path.lstat().st_mtime < before:

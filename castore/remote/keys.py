@@ -23,6 +23,11 @@ FOLDERS = frozenset(
     folder.rstrip("/")
     for folder in ("objects", "packs", DICTIONARIES, TREES, COMMITS, REFS, HINTS, RESULTS, CLAIMS)
 )
+_DIGEST = "[0-9a-f]{64}"
+_OWN = re.compile(
+    rf"(objects|{RESULTS[:-1]}|{CLAIMS[:-1]})/(?P<start>[0-9a-f]{{2}})/(?P=start)[0-9a-f]{{62}}"
+    rf"|(packs|{TREES[:-1]}|{COMMITS[:-1]})/{_DIGEST}|{HINTS}(?P<ref>.+)|{DICTIONARIES}[0-9a-f]{{8}}"
+)
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -78,6 +83,14 @@ def claim_key(name: str) -> str:
 def _hashed(name: str) -> str:
     digest = blake3(name.encode()).hexdigest()
     return f"{digest[:2]}/{digest}"
+
+
+def is_own(key: str) -> bool:
+    """Whether castore gives such a name to a blob, a page, a commit, a hint, a dictionary, a result or
+    a claim.
+    """
+    found = _OWN.fullmatch(key)
+    return found is not None and (found["ref"] is None or is_ref(found["ref"]))
 
 
 def is_ref(name: str) -> bool:

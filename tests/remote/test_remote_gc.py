@@ -96,6 +96,57 @@ def shrunk(node: MakeNode, bucket: Bucket) -> Store:
     return one.store
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_a_ref_whose_newest_version_is_no_file_is_not_taken_for_gone(
+    shrunk: Store, bucket: Bucket, tmp_path: Path, kind: str
+) -> None:
+    """Regression: two collections deleted all that the remote had."""
+    folder = tmp_path / "bucket"
+    newest = max((folder / "refs" / "main~").iterdir())
+    saved = newest.rename(tmp_path / "saved")
+    if kind == "folder":
+        newest.mkdir()
+    elif kind == "link":
+        newest.symlink_to(saved)
+    else:
+        os.mkfifo(newest)
+    age(folder, 3 * DAY)
+    before = objects(folder)
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"refs/main .* is not a file; remove it"):
+            run(bucket, shrunk)
+        age(folder, 3 * DAY)
+    with ThreadPoolExecutor(4) as pool:
+        pages = PageCache(shrunk.path, bucket, pool, (0o700, 0o600))
+        checked = check(bucket, pages, pool, ["main"], deep=False, progress=lambda *_: None)
+    assert [(problem.ref, problem.key) for problem in checked.problems] == [("main", "refs/main")]
+    assert checked.orphans is None
+    assert objects(folder) == before
+
+
+@pytest.mark.parametrize("inside", ["packs", "objects", "objects/ab", "trees", "claims", "gc", "tmp", "keys"])
+def test_a_remote_in_a_folder_of_another_one_is_no_garbage_of_that(
+    shrunk: Store, bucket: Bucket, node: MakeNode, tmp_path: Path, inside: str
+) -> None:
+    """Regression: its objects were deleted, if it was there first."""
+    inner = FolderBucket(tmp_path / "bucket" / inside)
+    inner.put("castore-remote.json", b'{"format":1}')
+    other = Node(tmp_path / "other", inner)
+    other.store.put_many((f"file/{number}", noise(2000, number)) for number in range(20))
+    other.store.put("large", noise(2 << 20))
+    other.push()
+    other.close()
+    before = {path for path in inner.folder.rglob("*") if path.is_file()}
+    for _ in range(2):
+        age(tmp_path / "bucket", 3 * DAY)
+        run(bucket, shrunk)
+    left = {path for path in inner.folder.rglob("*") if path.is_file()}
+    assert left >= {path for path in before if inner.folder / "gc" not in path.parents}
+    reader = Node(tmp_path / "reader", inner)
+    assert reader.pull().added == 21
+    reader.close()
+
+
 def test_garbage_is_condemned_first_and_deleted_a_grace_period_later(
     shrunk: Store, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -310,7 +361,7 @@ def test_objects_of_interrupted_pushes_go_and_unfinished_files_too(
 ) -> None:
     bucket.put("packs/" + "0" * 64, b"nobody names it")
     (tmp_path / "bucket/tmp").mkdir(exist_ok=True)
-    (tmp_path / "bucket/tmp/left").write_bytes(b"half")
+    (tmp_path / "bucket/tmp" / ("a1" * 16)).write_bytes(b"half")
     age(tmp_path / "bucket", 2 * DAY)
     assert run(bucket, shrunk, keep=None).condemned == 1
     age(tmp_path / "bucket", 2 * DAY)
@@ -336,7 +387,7 @@ def test_what_lies_beside_a_ref_goes_after_the_ref(node: MakeNode, bucket: Bucke
 def test_unfinished_files_go_though_nothing_else_is_garbage(
     shrunk: Store, bucket: Bucket, tmp_path: Path
 ) -> None:
-    left = tmp_path / "bucket/tmp/left"
+    left = tmp_path / "bucket/tmp" / ("a1" * 16)
     left.write_bytes(b"half")
     assert run(bucket, shrunk, keep=None) == (0, 0, 0, 0, None)
     assert left.exists(), "somebody may be writing it"

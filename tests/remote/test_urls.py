@@ -45,6 +45,8 @@ def test_a_url_says_where_a_remote_is(url: str, parsed: tuple[str, str, str]) ->
         ("s3://team/prefix?token=open-sesame", "no options"),
         ("s3://team/prefix#open-sesame", "no options"),
         ("s3://team/prefix?", "no options"),
+        ("file:///mnt/a\nb", "has a control character"),
+        ("s3://team/a\tb", "has a control character"),
         ("s3:///prefix", "names no bucket"),
         ("s3:team", "names no bucket"),
         ("s3://team:9000/x", "names no bucket"),

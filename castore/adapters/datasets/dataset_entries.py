@@ -21,7 +21,7 @@ from blake3 import blake3
 from datasets.table import Table
 
 from castore.adapters.datasets.mapped_files import forget_copies
-from castore.adapters.datasets.stored_table import SMALL_BYTES, damage_error, load_table, open_lazy_table
+from castore.adapters.datasets.stored_table import SMALL_BYTES, damage_error, load_tables, open_lazy_table
 from castore.adapters.datasets.tables import (
     INFO_FILE,
     NAMES_FILES_KEY,
@@ -257,7 +257,7 @@ def load(store: Store, name: str) -> datasets.Dataset:
 
 def load_files(store: Store, files: DatasetFiles) -> datasets.Dataset:
     """The dataset of `find_files`. See `load`."""
-    tables = _open_lazily(store, files) or [load_table(store, part, blob) for part, blob in files.data]
+    tables = _open_lazily(store, files) or load_tables(store, files.data)
     for part in files.blobs:
         store.count_use(part)
     return assemble(files.state, files.info, tables)

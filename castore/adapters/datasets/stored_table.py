@@ -35,6 +35,9 @@ from castore.store import Store
 
 #: Data files up to this size are read into memory: mapping them would cost a file each.
 SMALL_BYTES = 1024 * 1024
+_NO_ROOM = (
+    "the budget of {} does not hold it and an uncompressed copy (`castore init --max-size` raises the budget)"
+)
 # Files that a process can still open beside those of lazy tables.
 _SPARE_FILES = 256
 
@@ -44,16 +47,43 @@ def damage_error(name: str) -> CorruptError:
     return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
 
 
-def load_table(store: Store, name: str, blob: Blob, opened: OpenBlob | None = None) -> Table:
-    """The rows of a data file, mapped, or in memory where it is small.
+def load_table(store: Store, name: str, blob: Blob) -> Table:
+    """The rows of a data file. See `load_tables`."""
+    return load_tables(store, [(name, blob)])[0]
+
+
+def load_tables(
+    store: Store, files: Sequence[tuple[str, Blob]], opened: Sequence[OpenBlob | None] | None = None
+) -> list[Table]:
+    """The rows of each of some data files, mapped, or in memory where the file is small.
+
+    If the budget cannot hold the files and their copies, all are read into memory: the copies would evict the
+    files.
 
     Args:
-        store, name, blob: the store, the entry's name, and its blob.
-        opened: the blob, if it is open already.
+        store, files: the store, and the names and blobs of the files.
+        opened: the blobs, if they are open already.
 
     Raises:
-        CorruptError: the data file is damaged, or its bytes are gone.
+        CorruptError: a data file is damaged, or its bytes are gone.
     """
+    may_copy = _copies_fit(store, [blob for _, blob in files])
+    if not may_copy:
+        _warn_of_memory(files[0][0], len(files), _NO_ROOM.format(store.path))
+    each = zip(files, opened or [None] * len(files), strict=True)
+    return [_load(store, *file, own, may_copy=may_copy) for file, own in each]
+
+
+def _copies_fit(store: Store, blobs: Sequence[Blob]) -> bool:
+    """Whether the budget holds some blobs beside the copies that would be mapped."""
+    budget = store.settings.max_size
+    if budget is None or store.mounts():
+        return True
+    copied = [blob for blob in blobs if blob.size > SMALL_BYTES and blob.codec != "none"]
+    return sum(blob.size + blob.stored for blob in copied) <= budget
+
+
+def _load(store: Store, name: str, blob: Blob, opened: OpenBlob | None, *, may_copy: bool) -> Table:
     try:
         blob = store.bring(blob)
         if blob.size <= SMALL_BYTES or blob.pack != LOOSE:
@@ -61,20 +91,26 @@ def load_table(store: Store, name: str, blob: Blob, opened: OpenBlob | None = No
             if data is None:
                 raise damage_error(name)
             return table_in_memory(data)
-        return table_mapped(mappable_path(store, blob, opened))
+        if may_copy:
+            return table_mapped(mappable_path(store, blob, opened))
     except (FileNotFoundError, NotFoundError) as error:
         raise damage_error(name) from error
     except (FullError, TooLargeError) as error:
-        warnings.warn(
-            f"{name!r} is read into memory, since it cannot be mapped: {error}; mount the store to "
-            "map it without a copy",
-            CacheWarning,
-            stacklevel=2,
-        )
-        if opened is not None:
-            return table_in_memory(opened.read_all())
-        with store.open(name) as file:
-            return table_in_memory(file.read())
+        _warn_of_memory(name, 1, str(error))
+    if opened is not None:
+        return table_in_memory(opened.read_all())
+    with store.open(name) as file:
+        return table_in_memory(file.read())
+
+
+def _warn_of_memory(name: str, count: int, why: str) -> None:
+    others = f" and {count - 1} more files" if count > 1 else ""
+    warnings.warn(
+        f"{name!r}{others} is read into memory, since it cannot be mapped: {why}; mount the store to map it"
+        " without a copy",
+        CacheWarning,
+        stacklevel=4,
+    )
 
 
 def open_lazy_table(
@@ -166,8 +202,7 @@ class _StoredRows:
     def map(self) -> Table:
         # The copy is an open Store: the caller may have closed the original.
         with copy.copy(self._store) as store:
-            each = zip(self._files, self._opened, strict=True)
-            return concat_tables([load_table(store, *file, opened) for file, opened in each])
+            return concat_tables(load_tables(store, self._files, self._opened))
 
     def batches(self, file: int | None = None) -> Generator[pa.RecordBatch, None, None]:
         for opened in self._opened if file is None else [self._opened[file]]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, DatasetCache
+from castore.adapters.datasets import CacheWarning, DatasetCache, cached_map, wait
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
 from castore.adapters.datasets.file_digests import file_digest
 from castore.adapters.datasets.lazy_table import HEAD_BYTES
@@ -85,6 +87,26 @@ def test_what_does_not_fit_uncompressed_is_read_into_memory_and_said_so(
     with pytest.warns(CacheWarning, match="read into memory"):
         assert got["text"][:] == large["text"][:]
     assert got[:] == large[:]
+
+
+def test_copies_do_not_evict_the_results_that_they_are_made_of(tmp_path: Path) -> None:
+    """Regression: each copy of a file fitted by itself, and the copies evicted the files."""
+    texts = [random.Random(number).randbytes(4000).hex() for number in range(1500)]
+    data = datasets.Dataset.from_dict({"n": list(range(1500)), "text": texts})
+    with Store(tmp_path / "store", max_size="14MB", memory=0) as store:
+        made = cached_map(data, with_twice, store=store)
+        wait()
+        kept = [entry.name for entry in store.entries("steps")]
+        with pytest.warns(CacheWarning, match="does not hold it and an uncompressed copy"):
+            assert made["twice"][:] == [2 * number for number in range(1500)]
+        assert made["text"][:] == texts
+        assert made.shuffle(seed=1)[0]["text"] in texts
+        assert [entry.name for entry in store.entries("steps")] == kept
+        assert copies(store) == []
+
+
+def with_twice(row: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": 2 * row["n"]}
 
 
 def test_a_live_mount_serves_the_rows(cache: DatasetCache, large: datasets.Dataset, tmp_path: Path) -> None:
