@@ -265,13 +265,15 @@ def check(
     castore remote check team
     castore remote check team --deep --repair
     """
+    from castore.remote.keys import COMMITS
+
     with open_store(context) as store:
         found = _check(store.remote(name), deep)
         is_whole = not found.problems
-        repaired: list[str] = []
+        repaired: set[str] = set()
         failure: CorruptError | RemoteError | None = None
-        if repair and not is_whole:
-            before = [problem.key for problem in found.problems]
+        while repair and found.problems:
+            before = {problem.key for problem in found.problems}
             try:
                 with growing_progress("uploading") as progress:
                     store.remote(name).repair(found, progress=progress)
@@ -280,15 +282,19 @@ def check(
             except (CorruptError, RemoteError) as error:
                 failure = error
             found = _check(store.remote(name), deep)
-            repaired = sorted({*before} - {problem.key for problem in found.problems})
+            now = {problem.key for problem in found.problems}
+            repaired = (repaired | before) - now
+            # With a commit that is back the one before it can be found.
+            if failure or not (before - now and any(key.startswith(COMMITS) for key in now)):
+                break
     for sentence in (*found.warnings, *([str(failure)] if failure else ())):
         print_error(f"remote {name!r}: {sentence}")
     if as_json:
         lists = {"problems": found.problems, "history": found.history}
         described = {key: [one._asdict() for one in some] for key, some in lists.items()}
-        print_json(found._asdict() | described | {"repaired": repaired})
+        print_json(found._asdict() | described | {"repaired": sorted(repaired)})
     else:
-        for key in repaired:
+        for key in sorted(repaired):
             typer.echo(f"{key}: repaired")
         for problem in (*found.problems, *found.history):
             typer.echo(_describe_problem(problem))

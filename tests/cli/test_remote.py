@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -569,6 +570,22 @@ def test_check_tells_what_is_lost_and_repair_brings_it_back(cli: Cli, store: Sto
     found = json.loads(cli("remote", "check", "team", "--repair", "--json").out)
     assert (found["repaired"], found["problems"]) == ([f"packs/{pack.name}"], [])
     assert cli("remote", "check", "nobody").code == 1
+
+
+def test_one_repair_brings_back_all_commits_of_a_history(cli: Cli, store: Store, tmp_path: Path) -> None:
+    """Regression: an older commit is found through the newer one, so each run brought back one."""
+    bucket = tmp_path / "bucket"
+    know(store, "team", bucket.as_uri())
+    for number in range(4):
+        store.put("a", noise(3000, number))
+        cli("push")
+    before = {path.name for path in (bucket / "commits").iterdir()}
+    shutil.rmtree(bucket / "commits")
+    ran = cli("remote", "check", "team", "--repair")
+    assert (ran.code, ran.out.splitlines()) == (
+        0, [*(f"commits/{name}: repaired" for name in sorted(before)), "1 ref, 12 objects, 0 problems"],
+    )  # fmt: skip
+    assert {path.name for path in (bucket / "commits").iterdir()} >= before
 
 
 def test_check_warns_of_what_the_storage_cannot_do(
