@@ -265,28 +265,13 @@ def check(
     castore remote check team
     castore remote check team --deep --repair
     """
-    from castore.remote.keys import COMMITS
-
     with open_store(context) as store:
         found = _check(store.remote(name), deep)
         is_whole = not found.problems
         repaired: set[str] = set()
         failure: CorruptError | RemoteError | None = None
-        while repair and found.problems:
-            before = {problem.key for problem in found.problems}
-            try:
-                with growing_progress("uploading") as progress:
-                    store.remote(name).repair(found, progress=progress)
-            except (RemoteDeniedError, RemoteUnreachableError):
-                raise
-            except (CorruptError, RemoteError) as error:
-                failure = error
-            found = _check(store.remote(name), deep)
-            now = {problem.key for problem in found.problems}
-            repaired = (repaired | before) - now
-            # With a commit that is back the one before it can be found.
-            if failure or not (before - now and any(key.startswith(COMMITS) for key in now)):
-                break
+        if repair:
+            found, repaired, failure = _repair(store.remote(name), found, deep)
     for sentence in (*found.warnings, *([str(failure)] if failure else ())):
         print_error(f"remote {name!r}: {sentence}")
     if as_json:
@@ -314,6 +299,32 @@ def check(
             typer.echo("no bytes were read: with --deep damaged ones are found and uploaded again, too")
     if found.problems or found.history or failure:
         raise typer.Exit(FAILED)
+
+
+def _repair(
+    remote: Remote, found: Checked, deep: bool
+) -> tuple[Checked, set[str], CorruptError | RemoteError | None]:
+    """Upload what is missing; returns what is found then, the keys that are back, and why others are not."""
+    from castore.remote.keys import COMMITS
+
+    repaired: set[str] = set()
+    failure: CorruptError | RemoteError | None = None
+    while found.problems:
+        before = {problem.key for problem in found.problems}
+        try:
+            with growing_progress("uploading") as progress:
+                remote.repair(found, progress=progress)
+        except (RemoteDeniedError, RemoteUnreachableError):
+            raise
+        except (CorruptError, RemoteError) as error:
+            failure = error
+        found = _check(remote, deep)
+        now = {problem.key for problem in found.problems}
+        repaired = (repaired | before) - now
+        # With a commit that is back the one before it can be found.
+        if failure or not (before - now and any(key.startswith(COMMITS) for key in now)):
+            break
+    return found, repaired, failure
 
 
 def _check(remote: Remote, deep: bool) -> Checked:
