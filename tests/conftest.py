@@ -35,7 +35,7 @@ settings.load_profile("castore")
 os.register_at_fork(after_in_child=give_bars_a_lock_of_their_own)
 
 _ENVIRON = os.environ
-_LONG_TIMEOUT = 1800  # seconds
+_LONG_TIMEOUT = 7200  # seconds; on a slow machine 10,000 interleavings take more than 1,800
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -50,10 +50,10 @@ def parse_url(url: str) -> Place:
             f"a URL of a remote has no user and password: it is written down. {_form()}, and credentials come"
             " from the environment"
         )
-    if any(ord(character) < 32 or ord(character) == 127 for character in url):
-        raise InvalidValueError(f"{url!r} has a control character: {_form()}")
     if parts.query or parts.fragment or "?" in url or "#" in url:
         raise InvalidValueError(f"a URL of a remote has no options after ? or #: {_form()}")
+    if any(ord(character) < 32 or ord(character) == 127 for character in url):
+        raise InvalidValueError(f"{url!r} has a control character: {_form()}")
     if parts.scheme == "file":
         return Place("file", "", _folder(parts.netloc, unquote(parts.path), url))
     if parts.scheme not in ("s3", "gs", "az"):
