@@ -39,7 +39,18 @@ from castore.remote.collection_state import (
 )
 from castore.remote.commits import history, read_commit, read_ref
 from castore.remote.folder_bucket import FolderBucket
-from castore.remote.keys import COMMITS, TREES, commit_key, object_key
+from castore.remote.keys import (
+    COMMITS,
+    TREES,
+    claim_key,
+    commit_key,
+    dictionary_key,
+    hint_key,
+    is_own,
+    object_key,
+    page_key,
+    result_key,
+)
 from castore.remote.outcomes import RemoteCollected
 from castore.remote.page_cache import PageCache
 from tests.helpers import flip, noise
@@ -122,6 +133,16 @@ def test_a_ref_whose_newest_version_is_no_file_is_not_taken_for_gone(
     assert [(problem.ref, problem.key) for problem in checked.problems] == [("main", "refs/main")]
     assert checked.orphans is None
     assert objects(folder) == before
+
+
+def test_all_that_castore_writes_into_folders_that_are_collected_is_its_own() -> None:
+    digest = bytes(range(32))
+    written = [
+        object_key(digest, packed=True), object_key(digest, packed=False), page_key(digest),
+        commit_key(digest), hint_key("a.b-c_1"), result_key("x"), claim_key("x"), dictionary_key(1),
+    ]  # fmt: skip
+    assert all(map(is_own, written))
+    assert not any(is_own(f"packs/{key}") or is_own(f"{key}.old") for key in written if "hints" not in key)
 
 
 @pytest.mark.parametrize("inside", ["packs", "objects", "objects/ab", "trees", "claims", "gc", "tmp", "keys"])
