@@ -23,10 +23,9 @@ FOLDERS = frozenset(
     folder.rstrip("/")
     for folder in ("objects", "packs", DICTIONARIES, TREES, COMMITS, REFS, HINTS, RESULTS, CLAIMS)
 )
-_DIGEST = "[0-9a-f]{64}"
 _OWN = re.compile(
     rf"(objects|{RESULTS[:-1]}|{CLAIMS[:-1]})/(?P<start>[0-9a-f]{{2}})/(?P=start)[0-9a-f]{{62}}"
-    rf"|(packs|{TREES[:-1]}|{COMMITS[:-1]})/{_DIGEST}|{HINTS}(?P<ref>.+)|{DICTIONARIES}[0-9a-f]{{8}}"
+    rf"|(packs|{TREES[:-1]}|{COMMITS[:-1]})/[0-9a-f]{{64}}|{HINTS}(?P<ref>.+)|{DICTIONARIES}[0-9a-f]{{8}}"
 )
 _COMMIT_ID = re.compile(r"[0-9a-f]{6,64}")
 _REF = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -36,7 +36,7 @@ from castore.store import Store
 #: Data files up to this size are read into memory: mapping them would cost a file each.
 SMALL_BYTES = 1024 * 1024
 _NO_ROOM = (
-    "the budget of {} does not hold it and an uncompressed copy (`castore init --max-size` raises the budget)"
+    "the budget of {} does not hold them and an uncompressed copy (`castore init --max-size` raises it)"
 )
 # Files that a process can still open beside those of lazy tables.
 _SPARE_FILES = 256
@@ -106,8 +106,8 @@ def _load(store: Store, name: str, blob: Blob, opened: OpenBlob | None, *, may_c
 def _warn_of_memory(name: str, count: int, why: str) -> None:
     others = f" and {count - 1} more files" if count > 1 else ""
     warnings.warn(
-        f"{name!r}{others} is read into memory, since it cannot be mapped: {why}; mount the store to map it"
-        " without a copy",
+        f"the rows of {name!r}{others} are read into memory, since they cannot be mapped: {why}; mount the"
+        " store to map them without a copy",
         CacheWarning,
         stacklevel=4,
     )

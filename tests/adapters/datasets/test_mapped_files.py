@@ -97,7 +97,7 @@ def test_copies_do_not_evict_the_results_that_they_are_made_of(tmp_path: Path) -
         made = cached_map(data, with_twice, store=store)
         wait()
         kept = [entry.name for entry in store.entries("steps")]
-        with pytest.warns(CacheWarning, match="does not hold it and an uncompressed copy"):
+        with pytest.warns(CacheWarning, match="does not hold them and an uncompressed copy"):
             assert made["twice"][:] == [2 * number for number in range(1500)]
         assert made["text"][:] == texts
         assert made.shuffle(seed=1)[0]["text"] in texts
