@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store
-from castore.adapters.datasets.block_runner import GUESS_ROWS
+from castore.adapters.datasets.block_step import GUESS_ROWS
 from tests.adapters.datasets import small_blocks
 from tests.helpers import agrees_with_disk
 from tests.mount.conftest import until

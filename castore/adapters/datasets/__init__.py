@@ -3,8 +3,8 @@
 `cache` keeps datasets by name. `map_filter` and `pipeline` run a step only if its key is not in the store.
 `dataset_fingerprint` and `operator_keys` make the keys, `step_runner` runs one step once among all processes,
 `block_runner` finds those blocks of it whose results are not kept, `block_maker` makes these, each as
-`block_step` runs one block, and those that `call_watch` finds slow from `block_parts`. `checkpoint` keeps
-only the latest step.
+`block_step` runs one block, here or in `block_workers`, and those that `call_watch` finds slow from
+`block_parts`. `checkpoint` keeps only the latest step.
 `streams` runs steps of iterable datasets, and `call_blocks` keeps what their functions return.
 `dataset_entries` lays datasets out in the store; `stored_table` and `lazy_table` bring the rows back.
 `castore.recipes` uses `source_step`, `source_units`, `file_digests` and `ram_results` beside the modules of

@@ -19,7 +19,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,14 +48,14 @@ from castore.adapters.datasets.block_parts import (
     seconds_of_row,
 )
 from castore.adapters.datasets.block_step import (
-    NULL_TYPE,
     BlockStep,
     Written,
     run_block,
-    run_in_worker,
-    workers,
+    tells_features,
 )
+from castore.adapters.datasets.block_workers import block_workers
 from castore.adapters.datasets.call_watch import TooSlowError
+from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import file_states
 from castore.errors import CacheWarning
@@ -89,6 +89,8 @@ class Job(NamedTuple):
         key: of the result.
         claim: of the block.
         again: gives another key for the result, by its features; None for no other.
+        after: the first block, if nothing of this one may be kept before that one is made. What the first one
+            shows is guessed: the features of the result, and that the operator remembers no rows.
     """
 
     number: int
@@ -99,6 +101,16 @@ class Job(NamedTuple):
     key: str
     claim: Claim
     again: Callable[[str], str] | None
+    after: Future[Written] | None = None
+
+    def wait_for_first(self) -> None:
+        """Wait until something of this block may be kept.
+
+        Raises:
+            Exception: the first block has failed.
+        """
+        if self.after is not None:
+            self.after.result()
 
 
 class _Made(NamedTuple):
@@ -167,7 +179,8 @@ class BlockMaker:
         #: Time that the function takes; None while no row has run.
         self._seconds_a_row = seconds_a_row
         self._may_be_parts = True
-        self._waiting: deque[Future[BlockResult]] = deque()
+        #: Blocks that are being made, or kept: the file of each, and its bytes.
+        self._waiting: dict[Future[BlockResult], tuple[Future[Written], int]] = {}
         self._rows_kept, self._bytes_kept = 0, 0
         #: The keys of all results that were made.
         self.made: set[str] = set()
@@ -187,7 +200,7 @@ class BlockMaker:
             # A thread waits for each block, and for the parts of it, that the processes make.
             count = self._step.num_proc + 2
             self._waiters = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="castore-parts"))
-            self._workers = stack.enter_context(workers(self._step))
+            self._workers = stack.enter_context(block_workers(self._step))
             self._stack = stack.pop_all()
         return self
 
@@ -206,29 +219,46 @@ class BlockMaker:
         Returns:
             The result, once it is kept, and its file before that.
         """
-        file = self._new_file()
-        made: Future[_Made]
-        try:
-            if self._workers is None:
-                made = Future()
-                try:
-                    made.set_result(self._make(job, file))
-                finally:
-                    self._step.early.forget()
-            else:
-                made = self._waiters.submit(self._make, job, file)
-        except BaseException:
-            remove_result(file)
-            job.claim.end(is_kept=False)
-            raise
-        if self._workers is None and made.result().written.remembers and self.find_memory():
-            job = self.job_of_memory(job)
-        kept = self._keeper.submit(self._keep, job, made, file)
-        self._waiting.append(kept)
-        # One is kept while the next one runs: a kill costs both.
-        while len(self._waiting) > (1 if self._workers is None else self._step.num_proc + 1):
-            self._waiting.popleft().result()
-        return kept, _written_of(made)
+        file, written = self._new_file(), Future[Written]()
+        if self._workers is None:
+            try:
+                made = self._make_or_clean(job, file)
+            finally:
+                self._step.early.forget()
+            if made.written.remembers and self.find_memory():
+                job = self.job_of_memory(job)
+            written.set_result(made.written)
+            kept = self._keeper.submit(self._keep, job, made, file)
+        else:
+            kept = Future[BlockResult]()
+            self._waiters.submit(self._make_and_keep, job, file, written, kept)
+        self._waiting[kept] = written, min(job.rows.nbytes, LARGEST_BYTES)
+        self._wait_for_room()
+        return kept, written
+
+    def _wait_for_room(self) -> None:
+        """Wait until at most one block is claimed that nobody runs yet, and until others take little room.
+
+        Raises:
+            Exception: one of the blocks has failed.
+        """
+        # In one process a block is kept while the next one runs: a kill costs both.
+        most = -1 if self._workers is None else (self._step.num_proc + 1) * LARGEST_BYTES
+        while True:
+            unmade = [written for written, _ in self._waiting.values() if not written.done()]
+            is_full = len(self._waiting) > 1 and sum(size for _, size in self._waiting.values()) > most
+            if not is_full and len(unmade) <= self._step.num_proc + 1:
+                return
+            running: list[Future[Any]] = [*self._waiting] if is_full else [*unmade]
+            wait(running, return_when=FIRST_COMPLETED)
+            for kept in [kept for kept in self._waiting if kept.done()]:
+                del self._waiting[kept]
+                kept.result()
+
+    def _await_all(self) -> None:
+        """Wait for the blocks that are being made, whatever comes of them."""
+        wait(self._waiting)
+        self._waiting.clear()
 
     def features_of(self, rows: pa.Table, first: int, key: str) -> str | None:
         """The features of a part of the result, in JSON; None if it does not show the types of all columns.
@@ -242,7 +272,19 @@ class BlockMaker:
             made = self._run(rows, first, None, file, key).result()
         finally:
             remove_result(file)
-        return made.features if made.rows and NULL_TYPE not in made.features else None
+        return made.features if tells_features(made.rows, made.features) else None
+
+    def first_features(self, key: str, block: Future[Written]) -> str | None:
+        """The features that the first rows of a block have, in JSON, while other processes make the rest.
+
+        Args:
+            key: the block's key.
+            block: the block's file.
+
+        Returns:
+            None if the first rows do not show them, or the block is done first.
+        """
+        return None if self._workers is None else self._workers.first_features(key, block)
 
     def settle(self) -> None:
         """Wait for the results that are being made. A block whose result failed will be made again.
@@ -250,8 +292,7 @@ class BlockMaker:
         Raises:
             BeginsAnewError: the operator remembers rows, and this process has shown it some.
         """
-        while self._waiting:
-            self._waiting.popleft().exception()
+        self._await_all()
         self.require_no_memory()
 
     def job_of_memory(self, job: Job) -> Job:
@@ -264,8 +305,7 @@ class BlockMaker:
 
         It may have begun to do so some blocks before that was seen.
         """
-        while self._waiting:
-            self._waiting.popleft().exception()
+        self._await_all()
         for key in self.made | self._others:
             self._store.delete(name_of_result(key))
         self._parts.forget()
@@ -295,6 +335,28 @@ class BlockMaker:
             return next(self._files)
 
     # Running
+
+    def _make_and_keep(
+        self, job: Job, file: Path, written: Future[Written], kept: Future[BlockResult]
+    ) -> None:
+        """Make a block, and have it kept; the futures become done with its file, and with its result."""
+        try:
+            made = self._make_or_clean(job, file)
+        except BaseException as error:  # noqa: BLE001 (the caller's, where it asks for the block)
+            written.set_exception(error)
+            kept.set_exception(error)
+            return
+        written.set_result(made.written)
+        _pass_on(self._keeper.submit(self._keep, job, made, file), kept)
+
+    def _make_or_clean(self, job: Job, file: Path) -> _Made:
+        """Make a block. Its files are removed, and its claim ends, if that fails."""
+        try:
+            return self._make(job, file)
+        except BaseException:
+            remove_result(file)
+            job.claim.end(is_kept=False)
+            raise
 
     def _make(self, job: Job, file: Path) -> _Made:
         """Run the step on a block, as a whole or in parts."""
@@ -331,7 +393,10 @@ class BlockMaker:
         )
 
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
-        written = self._run(job.rows, job.first, job.features, file, job.key, may_end).result()
+        tells = may_end and self._step.decides_features(len(job.rows), job.features)
+        written = self._run(
+            job.rows, job.first, job.features, file, job.key, may_end=may_end, tells=tells
+        ).result()
         self._seconds_a_row = seconds_of_row(written, len(job.rows))
         self._refuse_memory(written)
         return written
@@ -410,7 +475,7 @@ class BlockMaker:
                 may_end = finer == AS_BLOCKS and self._seconds_a_row is None
                 running.append((part, self._run_part(job, part, part.block.read(), file, may_end=may_end)))
             next_made = running.popleft()
-            made = next_made if isinstance(next_made, MadePart) else self._keep_part(*next_made)
+            made = next_made if isinstance(next_made, MadePart) else self._keep_part(job, *next_made)
             if made.part is not None:
                 speeds.append(seconds_of_row(made.written, made.part.rows))
                 self._seconds_a_row = statistics.median(speeds)
@@ -431,15 +496,16 @@ class BlockMaker:
     ) -> Future[Written]:
         """Run the step on rows that begin with those of a part."""
         with _not_in_parts():
-            return self._run(rows, part.first, job.features, file, part.key, may_end)
+            return self._run(rows, part.first, job.features, file, part.key, may_end=may_end)
 
-    def _keep_part(self, part: Part, coming: Future[Written]) -> MadePart:
+    def _keep_part(self, job: Job, part: Part, coming: Future[Written]) -> MadePart:
         """Keep a part once it is there."""
         with _not_in_parts():
             written = coming.result()
         self._check_files(part.block.read(), part.block.files)
         if written.remembers:
             return MadePart(part, part.rows, written, False, None)
+        job.wait_for_first()
         return self._parts.keep(part, written)
 
     def _run(
@@ -449,20 +515,22 @@ class BlockMaker:
         features: str | None,
         file: Path,
         key: str,
+        *,
         may_end: bool = False,
+        tells: bool = False,
     ) -> Future[Written]:
         if self._workers is not None:  # the first block too: an operator's crash must not end this process
-            return run_in_worker(self._workers, rows, first, features, file, key, may_end)
+            return self._workers.run(rows, first, features, file, key, may_end, tells=tells)
         done: Future[Written] = Future()
         done.set_result(run_block(self._step, rows, first, features, file, key, may_end))
         return done
 
     # Keeping
 
-    def _keep(self, job: Job, coming: Future[_Made], file: Path) -> BlockResult:
-        is_kept = False
+    def _keep(self, job: Job, made: _Made, file: Path) -> BlockResult:
+        (written, parts), is_kept = made, False
         try:
-            written, parts = coming.result()
+            job.wait_for_first()
             self._check_files(job.rows, job.files)
             result = put_result(
                 self._store,
@@ -519,15 +587,13 @@ def _not_in_parts() -> Iterator[None]:
         raise PartsDifferError from error
 
 
-def _written_of(made: Future[_Made]) -> Future[Written]:
-    """The file of a block that is being made."""
-    coming: Future[Written] = Future()
+def _pass_on(coming: Future[BlockResult], future: Future[BlockResult]) -> None:
+    """Have a future become done with another one."""
 
-    def pass_on(made: Future[_Made]) -> None:
+    def pass_on(coming: Future[BlockResult]) -> None:
         try:
-            coming.set_result(made.result().written)
-        except BaseException as error:  # noqa: BLE001 - the caller's, where it asks for the file
-            coming.set_exception(error)
+            future.set_result(coming.result())
+        except BaseException as error:  # noqa: BLE001 (the caller's, where it asks for the result)
+            future.set_exception(error)
 
-    made.add_done_callback(pass_on)
-    return coming
+    coming.add_done_callback(pass_on)

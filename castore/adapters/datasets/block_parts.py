@@ -136,7 +136,7 @@ class BlockParts:
         self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
         is_slow = seconds is not None and seconds > self._step.slow_seconds(len(rows))
         by_default = self.fit(rows, seconds_a_row) if is_slow and seconds_a_row is not None else None
-        if follows_kill and by_default is None and self._decides_features(rows, features):
+        if follows_kill and by_default is None and self._step.decides_features(len(rows), features):
             by_default = AS_BLOCKS
         # Parts of a block that takes little time here may have been made in more processes.
         may_be_kept = self._has_kept and (seconds is None or self._step.may_be_slow(seconds))
@@ -158,10 +158,6 @@ class BlockParts:
         pieces = self._cut(rows, finer)
         ends = (pieces[0], first), (pieces[-1], first + len(rows) - len(pieces[-1]))
         return sum(self._find(self._part(*end, features).key) is not None for end in ends)
-
-    def _decides_features(self, rows: pa.Table, features: str | None) -> bool:
-        """Whether a block is the first of several, and decides the features of all results."""
-        return features is None and not self._step.has_features and len(rows) < len(self._step.dataset)
 
     def fit(self, rows: pa.Table, seconds_a_row: float) -> int:
         """How many parts fit the time that a block's rows take; as `choose` gives it."""

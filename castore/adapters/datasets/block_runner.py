@@ -4,9 +4,10 @@ The result of a block follows from its rows, the operator, and the features of t
 are decided by the first rows that come out, as in `datasets`: the first block runs as it is, and each later
 block with the features of the first. So results are equal to those of one pass over all rows, whatever a
 block alone would have looked like. The result of the first block has the key of a later block as well, for
-inputs in which other blocks are in front of it. While another run makes the first block, a run goes on with
-the features that a few rows have. Features are in the keys of results, so a wrong guess costs work, and
-nothing else.
+inputs in which other blocks are in front of it. While another run or process makes the first block, a run
+goes on with the features that a few rows have. Features are in the keys of results, so a wrong guess costs
+work, and nothing else. Behind a guess of its own a run keeps no block before the first one is made, which may
+show that the operator remembers rows.
 
 A block's result is kept as soon as it is there. So a run that ends early leaves all its blocks but those in
 flight, and the next run goes on after them.
@@ -50,6 +51,7 @@ from castore.adapters.datasets.block_maker import (
 )
 from castore.adapters.datasets.block_parts import BlockParts
 from castore.adapters.datasets.block_step import (
+    GUESS_ROWS,
     MIXED_ANSWERS,
     UNCHANGED,
     BlockStep,
@@ -73,8 +75,6 @@ _VERSION = 1
 _BLOCKS_AHEAD = 4
 # Why an operator that remembers rows would have to see some twice.
 _SHARED = "the ranks of a job share its blocks; a run without a shard sees them in order"
-#: Rows whose features are taken for those of the result, while another run makes the first block.
-GUESS_ROWS = 16
 #: Seconds for another run to make the first block, before this one guesses its features; and of the first
 #: pause between two looks at it.
 _GUESS_SECONDS, _FIRST_PAUSE = 2.0, 0.02
@@ -83,8 +83,9 @@ _ATTEMPTS = 3
 
 
 def bytes_at_once(num_proc: int) -> int:
-    """The most bytes of a step's result that lie uncompressed at one time; more only if its rows grow."""
-    return (num_proc + 2) * LARGEST_BYTES
+    """The most bytes of a step that lie uncompressed at one time; more only if its rows grow."""
+    # Rows and results of other processes pass through files.
+    return (num_proc + 2) * LARGEST_BYTES * (1 if num_proc == 1 else 2)
 
 
 class _WrongGuess(Exception):
@@ -150,6 +151,10 @@ class BlockRun:
         self._guesses: dict[str, str | None] = {}
         #: Whether the operator has turned out to remember rows.
         self.remembers = False
+
+    def take_kept(self) -> None:
+        """Take results that are kept from now on, also in a fresh run: it has made them all."""
+        self._fresh, self._claims = False, BlockClaims(self._store, fresh=False)
 
     def run(self) -> list[BlockResult]:
         """The results of all blocks, in order, all of them kept.
@@ -238,8 +243,12 @@ class BlockRun:
         """Whether an error came of features that were guessed wrong. If so, none are guessed again."""
         is_wrong = isinstance(error, _WrongGuess)
         if keys.guessed_for is not None:
+            if keys.making is not None:
+                if keys.making.exception() is not None:
+                    return False  # the first block itself has failed
+                maker.settle()  # this run has the claim of that block
             begun = self._claims.wait_for(keys.guessed_for)
-            is_wrong = begun is None or not keys.is_confirmed_by(begun)
+            is_wrong = keys.making is None if begun is None else not keys.is_confirmed_by(begun)
         if is_wrong:
             maker.settle()
             self._guesses = dict.fromkeys(self._guesses)
@@ -355,9 +364,15 @@ class BlockRun:
         rows = _read(block, found)
         if found is None:
             return _Elsewhere(number, digits), len(rows)
-        made, written = maker.make(Job(number, rows, block.files, first, keys.features, digits, found, again))
+        job = Job(number, rows, block.files, first, keys.features, digits, found, again, keys.making)
+        made, written = maker.make(job)
         if not keys.are_final:
-            keys.learn(written.result())  # the next block runs while this one is being kept
+            told = None if digits in self._guesses else maker.first_features(digits, written)
+            if told is not None:
+                self._guesses[digits] = told
+                keys.guess(told, digits, written)
+            else:
+                keys.learn(written.result())  # the next block runs while this one is being kept
         return made, len(rows)
 
     def _guess(self, block: SourceBlock, first: int, digits: str, maker: BlockMaker) -> str | None:
@@ -482,17 +497,24 @@ class _Keys:
         self._format = format_digest(step.dataset)
         #: The features of the first result that has rows, in JSON; None if none is known, or needed.
         self.features: str | None = None
-        #: The key of the first block, while the features are guessed.
+        #: The key of the first block, while the features are guessed, and its file, if this run makes it.
         self.guessed_for: str | None = None
+        self.making: Future[Written] | None = None
 
     @property
     def are_final(self) -> bool:
         """Whether no result of another block can change them any more, unless they are guessed wrong."""
         return self.features is not None or self._step.has_features
 
-    def guess(self, features: str, digits: str) -> None:
-        """Take features for those of the result, until that of the first block is there."""
-        self.features, self.guessed_for = features, digits
+    def guess(self, features: str, digits: str, making: Future[Written] | None = None) -> None:
+        """Take features for those of the result, until that of the first block is there.
+
+        Args:
+            features: the features, in JSON.
+            digits: the key of the first block.
+            making: its file, if this run makes it.
+        """
+        self.features, self.guessed_for, self.making = features, digits, making
 
     def is_confirmed_by(self, result: BlockResult) -> bool:
         """Whether the result for which features were guessed has them."""

@@ -1,4 +1,4 @@
-"""A step that can run block by block, and its run on one block: in this process, or in a worker.
+"""A step that can run block by block, and its run on one block, in the process that calls it.
 
 A block's result is what one pass over all rows gives for the block's rows. Where it cannot be,
 `NotInBlocksError` has the reason. A block that takes long may be ended between two calls of the function, to
@@ -12,12 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +30,6 @@ from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.tables import rows_name_files
-from castore.system import worker_processes
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
@@ -43,6 +39,8 @@ SLOW_SECONDS = 10.0
 _FEWER = 10
 # With fewer blocks for each process, some would wait for others at the end.
 _BLOCKS_A_PROCESS = 4
+#: Rows whose features are taken for those of the result, until the first block is there.
+GUESS_ROWS = 16
 #: A column whose type no row has shown yet, in the JSON of features.
 NULL_TYPE = '"dtype": "null"'
 #: In the place of a result's features: the step has changed nothing.
@@ -88,6 +86,7 @@ class BlockStep(NamedTuple):
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
         at_once: rows that the function gets, or works on, at one time.
+        is_awaited: whether the function is a coroutine function, whose calls nobody watches.
         num_proc: processes that share the blocks; 1 for this one.
         on_rows: a callback that receives the number of rows done.
         title: the title of the progress bar.
@@ -103,9 +102,19 @@ class BlockStep(NamedTuple):
     has_features: bool = False
     keeps_count: bool = False
     at_once: int = 1
+    is_awaited: bool = False
     num_proc: int = 1
     on_rows: Callable[[int], object] | None = None
     title: str = "Map"
+
+    def decides_features(self, rows: int, features: str | None) -> bool:
+        """Whether a block of so many rows is the first of several, and decides the features of all results.
+
+        Args:
+            rows: of the block.
+            features: the features of the result, in JSON; None as long as they are not known.
+        """
+        return features is None and not self.has_features and rows < len(self.dataset)
 
     def slow_seconds(self, rows: int) -> float:
         """A block of so many rows is slow if it takes more seconds."""
@@ -192,9 +201,13 @@ def watch_whole(step: BlockStep) -> CallWatch:
 
 def _watch(step: BlockStep, first: int, rows: int, *, may_end: bool) -> CallWatch:
     most = step.slow_seconds(rows) if may_end else math.inf
+    return CallWatch(step.state, _early_calls(step), first, rows, step.at_once, most)
+
+
+def _early_calls(step: BlockStep) -> EarlyCalls | None:
+    """The place for calls of rows that run anew; None for none."""
     # A file that a row names may change before the run that begins anew.
-    early = None if may_name_files(step.dataset.features) else step.early
-    return CallWatch(step.state, early, first, rows, step.at_once, most)
+    return None if may_name_files(step.dataset.features) else step.early
 
 
 def run_block(
@@ -205,24 +218,30 @@ def run_block(
     file: Path,
     digits: str,
     may_end: bool = False,
+    tell: Callable[[str | None], object] | None = None,
 ) -> Written:
     """Run a step on a block, and write its result to a file.
+
+    Args:
+        step: the step.
+        rows, first: the block, and the number of its first row.
+        features: the features of the result, in JSON; None to find them.
+        file, digits: the path for the result, and its key.
+        may_end: whether the run may end early.
+        tell: receives the features of the first rows' result before the rest runs; see `_first_features`.
 
     Raises:
         TooSlowError: the block takes long, and ``may_end`` is set.
     """
-    dataset = step.dataset
-    block = datasets.Dataset(
-        InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
-    )
-    for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
-        setattr(block, name, getattr(dataset, name))
+    block = _as_dataset(step, rows, digits)
     known = None if features is None or features == UNCHANGED else parse_features(features)
     step.state.begin()
     began = time.perf_counter()
     try:
         watch = _watch(step, first, len(rows), may_end=may_end)
         with _no_file_left_open():
+            if tell is not None:
+                tell(_first_features(step, rows, first, file, digits))
             result = step.run(BlockCall(block, first, known, file, digits, watch))
     except AttributeError as error:
         # The first row that a writer is needed for opens it, unless an earlier row got None.
@@ -250,10 +269,9 @@ def run_block(
             f"the results of some rows do not fit those before ({error}), and what `datasets` makes of that "
             "depends on all rows; return the same keys for all rows"
         ) from error
-    is_unchanged = result._indices is None and result._data.table is block._data.table
-    if features is not None and is_unchanged != (features == UNCHANGED):
+    made = _features_of(result, block)
+    if features is not None and (made == UNCHANGED) != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)
-    made = UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
     path = write_result(result, str(file))
     seconds, names_files = time.perf_counter() - began, rows_name_files(result)
     return Written(
@@ -266,6 +284,55 @@ def run_block(
         frozenset(watch.keys),
         step.state.has_changed(),
     )
+
+
+def _as_dataset(step: BlockStep, rows: pa.Table, digits: str) -> datasets.Dataset:
+    """Rows of a step's input, in its format."""
+    dataset = step.dataset
+    block = datasets.Dataset(
+        InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
+    )
+    for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
+        setattr(block, name, getattr(dataset, name))
+    return block
+
+
+def _features_of(result: datasets.Dataset, block: datasets.Dataset) -> str:
+    """The features of a result in JSON, or `UNCHANGED`."""
+    is_unchanged = result._indices is None and result._data.table is block._data.table
+    return UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+
+
+def tells_features(rows: int, features: str) -> bool:
+    """Whether a result of so many rows, with those features, shows the types of all its columns."""
+    return rows > 0 and NULL_TYPE not in features
+
+
+def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, digits: str) -> str | None:
+    """The features that the result of a block's first rows has, in JSON, so that other processes can begin.
+
+    The calls are kept, and the run on the whole block takes their results: the function sees no row twice.
+
+    Returns:
+        None if the first rows do not show the types of all columns, or their calls cannot be kept.
+
+    Raises:
+        TooSlowError: the block takes long.
+    """
+    early, count = _early_calls(step), -(-GUESS_ROWS // step.at_once) * step.at_once
+    if early is None or step.is_awaited or count >= len(rows):
+        return None
+    # The block is slow, not these rows.
+    most = step.slow_seconds(len(rows)) * count / len(rows)
+    watch = CallWatch(step.state, early, first, count, step.at_once, most, keeps_all=True)
+    block, place = _as_dataset(step, rows.slice(0, count), digits), file.with_suffix(".first")
+    try:
+        result = step.run(BlockCall(block, first, None, place, digits, watch))
+    finally:
+        place.unlink(missing_ok=True)
+    watch.keep_calls()
+    features = _features_of(result, block)
+    return features if tells_features(len(result), features) else None
 
 
 @contextlib.contextmanager
@@ -289,74 +356,3 @@ def _is_of_writer(error: BaseException, *, last: bool = False) -> bool:
     """
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return arrow_writer.__file__ in (files[-1:] if last else files)
-
-
-# --- in other processes -----------------------------------------------------------------------------------
-
-# The step, in a worker. Forked, not pickled: an operator may hold what pickle cannot take.
-_own: BlockStep | None = None
-
-
-@contextlib.contextmanager
-def workers(step: BlockStep) -> Iterator[Executor | None]:
-    """The processes that share the blocks of a step; None if this one runs them."""
-    if step.num_proc == 1:
-        yield None
-        return
-    context = multiprocessing.get_context("fork")
-    with worker_processes.bound_to_thread():
-        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (step,))
-        try:
-            # The processes are forked now: a thread that reads ahead may hold locks later on.
-            pool.submit(int).result()
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-            raise
-        finally:
-            pool.shutdown()
-
-
-def _begin_worker(step: BlockStep) -> None:
-    global _own
-    _own = step
-
-
-def _as_stream(rows: pa.Table) -> pa.Buffer:
-    """Rows as bytes: a table that is pickled takes along all that it was cut from."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, rows.schema) as writer:
-        writer.write_table(rows)
-    return sink.getvalue()
-
-
-def _run_own(rows: pa.Buffer, *given: Any) -> Written:
-    assert _own is not None
-    try:
-        return run_block(_own, pa.ipc.open_stream(rows).read_all(), *given)
-    except SystemExit as error:  # here it would end the program, in whose process the function does not run
-        raise RuntimeError(f"the function has ended its process, with {error!r}") from error
-    except Exception as error:
-        if _can_travel(error):
-            raise
-        raise RuntimeError(f"the function has raised {type(error).__qualname__}: {error}") from error
-    finally:
-        _own.early.forget()  # any process may run those rows anew
-
-
-def _can_travel(error: Exception) -> bool:
-    """Whether an error comes out of its worker. One that cannot be made anew there, because its class takes
-    more than a message, would pass for a worker that was killed.
-    """
-    try:
-        ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:  # noqa: BLE001 (whatever the methods of a user's class raise)
-        return False
-    return True
-
-
-def run_in_worker(pool: Executor, rows: pa.Table, *given: Any) -> Future[Written]:
-    """`run_block` in one of the processes of `workers`, with all but the step."""
-    return pool.submit(_run_own, _as_stream(rows), *given)

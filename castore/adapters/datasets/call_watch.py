@@ -1,8 +1,9 @@
 """Watches the calls of a step's function on a block: how long they take, and which keys they return.
 
-A run that turns out to be slow is ended between two calls, and begins anew in parts. A function may remember
-rows where nobody sees it, in a cached singleton or in a file, and `map` shows it each row once. So the calls
-before the end are kept, and the run that begins anew takes their results.
+A run that turns out to be slow is ended between two calls, and begins anew in parts. A block whose first
+rows are to tell the features of its result runs on these rows first. A function may remember rows where
+nobody sees it, in a cached singleton or in a file, and `map` shows it each row once. So the calls before are
+kept, and the run that begins anew takes their results.
 
 Must never give a kept result out twice, for other rows, or one that a later call may have changed.
 """
@@ -59,7 +60,7 @@ class _Call(NamedTuple):
 
 
 class EarlyCalls:
-    """The calls of runs that were ended, by the number of their first row.
+    """The calls of runs before, of rows that run anew, by the number of the first row.
 
     As long as a run leaves blocks to other ranks, numbers count the rows of its own blocks alone.
     """
@@ -93,6 +94,7 @@ class CallWatch:
         rows: rows of the block.
         at_once: rows that the function gets at one time.
         slow_seconds: a block that takes more of them is slow; infinite if the run may not be ended.
+        keeps_all: have `keep_calls` keep all calls, for a run of these rows and others.
     """
 
     def __init__(
@@ -103,8 +105,11 @@ class CallWatch:
         rows: int,
         at_once: int,
         slow_seconds: float,
+        *,
+        keeps_all: bool = False,
     ) -> None:
         self._state, self._early = state, early
+        self._keeps_all = keeps_all
         self._begin, self._rows, self._at_once = first, rows, at_once
         self._most = slow_seconds
         self._calls, self._first, self._seconds = 0, 0.0, 0.0
@@ -130,7 +135,7 @@ class CallWatch:
             seconds = time.perf_counter() - began
         else:
             result, seconds = _restore(call, arguments), call.seconds
-        if self._kept is not None and math.isfinite(self._most):
+        if self._kept is not None and (self._keeps_all or math.isfinite(self._most)):
             try:
                 self._kept[row] = _copy_of(rows, seconds, result, arguments, self._at_once)
             except Exception:  # noqa: BLE001 (of whatever a result holds)
@@ -154,19 +159,28 @@ class CallWatch:
         if done * 2 >= self._rows or self._calls > _MOST_CALLS:
             self._go_on()
         elif self._calls >= _QUICK_CALLS and speed * self._rows < self._most * _QUICK:
-            self._kept = None
+            self._drop()
         elif spent > _TELLING_SECONDS and speed * self._rows > self._most:
             if self._state.has_changed(now=True):
                 self._go_on()
             else:
-                if self._early is not None:
-                    self._early.keep(self._kept or {})
+                self.keep_calls()
                 raise TooSlowError(speed)
 
     def _go_on(self) -> None:
         """Let the run reach its end."""
         self._most = math.inf
-        self._kept = None
+        self._drop()
+
+    def _drop(self) -> None:
+        """Keep no call, unless all are to be kept: no run begins anew."""
+        if not self._keeps_all:
+            self._kept = None
+
+    def keep_calls(self) -> None:
+        """Keep the calls for the run that begins anew, or goes on."""
+        if self._early is not None:
+            self._early.keep(self._kept or {})
 
     def seconds_a_row(self) -> float | None:
         """The time that the function takes; None if it was not called, or is a coroutine function."""

@@ -10,6 +10,7 @@ changed during the lookup.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -33,10 +34,10 @@ from castore.adapters.datasets.tables import (
     assemble,
     data_file_name,
 )  # fmt: skip
-from castore.adapters.mapped_check import note_new
-from castore.errors import NotFoundError
+from castore.adapters.mapped_check import check_object, note_new
+from castore.errors import CorruptError, NotFoundError
 from castore.names import check_name
-from castore.records import Blob, Found
+from castore.records import LOOSE, Blob, Found
 from castore.store import Store
 from castore.write.batch import Batch
 
@@ -253,6 +254,20 @@ def load(store: Store, name: str) -> datasets.Dataset:
         NotFoundError, CorruptError: as for `find_files`; data files included.
     """
     return load_files(store, find_files(store, name))
+
+
+def set_damaged_aside(store: Store, name: str) -> None:
+    """Check all data files of a dataset of which one is damaged, so that those who make it anew know of each.
+
+    Raises:
+        NotFoundError, CorruptError: as for `find_files`.
+    """
+    for _, blob in find_files(store, name).data:
+        with contextlib.suppress(NotFoundError, CorruptError):
+            if blob.pack == LOOSE:
+                check_object(store, blob)
+            else:
+                store.get_blob(blob)
 
 
 def load_files(store: Store, files: DatasetFiles) -> datasets.Dataset:

@@ -67,6 +67,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         EarlyCalls(),
         keeps_count=True,
         at_once=step.rows_at_once(),
+        is_awaited=step.is_awaited(),
         **options,
     )
 

@@ -533,6 +533,7 @@ class _Run:
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
             at_once=step.rows_at_once(),
+            is_awaited=step.is_awaited(),
             num_proc=self._pipeline.num_proc or 1,
             on_rows=on_rows,
             title=step.name,

@@ -76,7 +76,11 @@ def block_of_rows(rows: pa.Table, features: datasets.Features) -> SourceBlock:
     digest, named = table_digest(rows), file_states(rows, features) if may_name_files(features) else []
     if named:
         digest = fingerprint([digest, named])
-    return SourceBlock(digest, lambda: rows, named)
+    return SourceBlock(digest, partial(_given, rows), named)
+
+
+def _given(rows: pa.Table) -> pa.Table:
+    return rows
 
 
 class ReadAhead:
@@ -102,8 +106,7 @@ class ReadAhead:
         block = next(self._blocks, None)
         if block is None or not self.wants_rows:
             return block
-        rows = block.read()
-        return block._replace(read=lambda: rows)
+        return block._replace(read=partial(_given, block.read()))
 
 
 class _File(NamedTuple):
@@ -142,10 +145,13 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
         group.append(file)
         size += file.blob.size
         is_whole = ends_block(file.blob.digest, file.blob.size, size)
+        block = _block_of(group)
         if is_whole and is_first and first_rows:
-            is_whole = sum(len(item.table.read_file(item.place)) for item in group) >= first_rows
+            rows = block.read()
+            is_whole = len(rows) >= first_rows
+            block = block._replace(read=partial(_given, rows))
         if is_whole or number == len(files):
-            yield _block_of(group)
+            yield block
             group, size, is_first = [], 0, False
 
 

@@ -23,7 +23,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import datasets
 
+from castore import layout
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError, RemembersError
@@ -160,6 +161,8 @@ def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None)
         dataset_entries.drop(store, name)  # gc removed a part of it
         return None
     except CorruptError as error:
+        with contextlib.suppress(NotFoundError, CorruptError):
+            dataset_entries.set_damaged_aside(store, name)
         dataset_entries.drop(store, name)
         warnings.warn(
             f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
@@ -241,7 +244,8 @@ def run_or_load(
     if blocks is not None:
         run = BlockRun(store, blocks, options, temp_dir, fresh=fresh, seconds_a_row=seconds_a_row)
         try:
-            return _run_in_blocks(store, name, run, record, info)
+            with _explain_full(store.path / layout.WORK if temp_dir is None else Path(temp_dir)):
+                return _run_in_blocks(store, name, run, record, info)
         except NotInBlocksError as error:
             why, in_order = str(error), isinstance(error, RemembersError)
             require_no_memory(blocks, why)
@@ -345,6 +349,7 @@ def _run_in_blocks(
         # It reads the files: a block may be damaged.
         if (outcome := load_step(store, name, info)) is not None:
             return outcome._replace(hit=False, rows_reused=reused, seconds_saved=saved)
+        run.take_kept()
     raise NotInBlocksError(
         f"gc has taken blocks of it {_ATTEMPTS} times; make room, or set a larger max_size"
     )
@@ -386,6 +391,21 @@ def _bytes_beside(file: Path) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _explain_full(folder: Path) -> Iterator[None]:
+    """Say what to do where the disk is full on which a step writes its uncompressed files."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise FullError(
+            f"the disk of {folder} is full ({free} bytes free): a step writes its result there, uncompressed,"
+            " before it is stored; free some space, or name another folder with temp_dir"
+        ) from error
+
+
 def run_step(
     make: Callable[[Path], datasets.Dataset], file: Path, fingerprint: str | None
 ) -> datasets.Dataset:
@@ -401,16 +421,10 @@ def run_step(
         Exception: an exception of ``make``.
     """
     try:
-        dataset = make(file)
-    except BaseException as error:
+        with _explain_full(file.parent.parent):
+            dataset = make(file)
+    except BaseException:
         scratch.remove(file)
-        if isinstance(error, OSError) and is_full(error) and not isinstance(error, FullError):
-            free = shutil.disk_usage(file.parent.parent).free
-            raise FullError(
-                f"the disk of {file.parent.parent} is full ({free} bytes free): a step writes its result "
-                "there,"
-                " uncompressed, before it is stored; free some space, or name another folder with temp_dir"
-            ) from error
         raise
     # The object may be the input itself, if the step changed nothing.
     dataset = own_copy(dataset)

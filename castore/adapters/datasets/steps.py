@@ -108,7 +108,11 @@ class Step:
         """Rows that the operator gets, or works on, at one time; of the same steps."""
         if self.sees_batches():
             return BATCH_ROWS
-        return AWAITED_ROWS if inspect.iscoroutinefunction(self.operator) else 1
+        return AWAITED_ROWS if self.is_awaited() else 1
+
+    def is_awaited(self) -> bool:
+        """Whether the operator is a coroutine function."""
+        return inspect.iscoroutinefunction(self.operator)
 
 
 def steps_of(operator: Any) -> list[Step]:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pyarrow as pa
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from castore import Store
-from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
+from castore.adapters.datasets import CacheWarning, block_step, cached_filter, cached_map, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.table_digest import table_digest
@@ -164,8 +165,10 @@ class Edits(RuleBasedStateMachine):
 
     @initialize(rows=st.integers(1, 300 if LONG else 180))
     def begin(self, rows: int) -> None:
-        self.blocks = small_blocks()
-        self.blocks.__enter__()
+        # Processes begin with the features of fewer rows than decide them, and so with wrong ones at times.
+        self.blocks = contextlib.ExitStack()
+        self.blocks.enter_context(small_blocks())
+        self.blocks.enter_context(mock.patch.object(block_step, "GUESS_ROWS", _FIRST // 4))
         self.folder = tempfile.TemporaryDirectory(prefix="castore blocks ")
         self.counter = Path(self.folder.name, "ran")
         Ran.file = os.open(self.counter, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -183,7 +186,7 @@ class Edits(RuleBasedStateMachine):
             self.store.close()
             os.close(Ran.file)
             self.folder.cleanup()
-            self.blocks.__exit__(None, None, None)
+            self.blocks.close()
 
     def fresh(self, count: int) -> list[dict[str, Any]]:
         numbers = range(self.next, self.next + count)
@@ -308,7 +311,8 @@ class Edits(RuleBasedStateMachine):
             about += (first,) if name in NUMBERED else ()
             run += len(block) if fresh or about not in self.known else 0
             self.known.add(about)
-        assert count <= run, "blocks that are there ran again"
+        # A wrong guess costs the blocks that begin with it.
+        assert count <= run * (1 if num_proc == 1 else 2), "blocks that are there ran again"
 
     def _blocks(self, data: datasets.Dataset, cut_rule: Cut) -> list[tuple[int, pa.Table]]:
         found, first = [], 0

@@ -662,6 +662,22 @@ def test_a_block_that_is_damaged_runs_again_and_no_other(store: Store) -> None:
         assert ran.rows == block.metadata["rows_in"]
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_however_many_blocks_are_damaged_no_other_runs_again(fresh: bool, store: Store) -> None:
+    case = Case(size, SMALL)
+    plain = told(case.plain(rows()))
+    case.cached(rows(), store)
+    blocks = {entry.digest: entry for entry in store.entries(BLOCKS_FOLDER)}  # the first one has two names
+    damaged = random.Random(1).sample(list(blocks.values()), 6)
+    for block in damaged:
+        path, offset, length = payload(store, block.name)
+        flip(path, offset + length // 2)
+    ran.rows = 0
+    with pytest.warns(CacheWarning, match="damaged and runs again"):
+        assert told(case.cached(rows(), store, load_from_cache_file=not fresh)) == plain
+    assert ran.rows == sum(block.metadata["rows_in"] for block in damaged) + COUNT * fresh
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_damaged_block_of_an_earlier_step_runs_again_and_the_next_step_goes_on(
     seed: int, store: Store

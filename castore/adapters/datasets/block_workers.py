@@ -1,0 +1,154 @@
+"""The processes that share the blocks of a step.
+
+They are forked with the step, for an operator may hold what pickle cannot take. Rows and results pass through
+files: a pipe takes four times as long for a block. The process that makes a step's first block tells the
+features of the first rows' result before the rest runs, so that the others need not wait for it.
+
+Must never let a worker's death, or its exit, pass for a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from castore.adapters.datasets.block_step import BlockStep, Written, run_block
+from castore.system import worker_processes
+
+# Seconds between two looks whether a block has ended without telling its features.
+_PAUSE = 0.02
+# Longer features, of very many columns, are not told: a pipe that nobody reads has no room for them.
+_MOST_TOLD = 16 * 1024
+
+
+class BlockWorkers:
+    """The processes.
+
+    Args:
+        pool: runs `_run_own`.
+        told: receives what `_run_own` sends.
+    """
+
+    def __init__(self, pool: ProcessPoolExecutor, told: Connection) -> None:
+        self._pool = pool
+        self._told = told
+
+    def run(
+        self,
+        rows: pa.Table,
+        first: int,
+        features: str | None,
+        file: Path,
+        digits: str,
+        may_end: bool,
+        *,
+        tells: bool = False,
+    ) -> Future[Written]:
+        """`block_step.run_block` in one of them; the arguments are the same.
+
+        With ``tells``, its process tells the features of the first rows' result, for `first_features`.
+        """
+        path = f"{file}.rows"
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows)
+        return self._pool.submit(_run_own, path, tells, first, features, file, digits, may_end)
+
+    def first_features(self, digits: str, block: Future[Any]) -> str | None:
+        """The features of a block's first rows, in JSON, as soon as its process tells them.
+
+        Args:
+            digits: the key of the block's result.
+            block: becomes done with the block.
+
+        Returns:
+            None if the rows do not show them, or the block is done.
+        """
+        while not block.done():
+            if self._told.poll(_PAUSE):
+                key, features = self._told.recv()
+                if key == digits:
+                    return features  # type: ignore[no-any-return]
+        return None
+
+
+@contextlib.contextmanager
+def block_workers(step: BlockStep) -> Iterator[BlockWorkers | None]:
+    """The processes of a step; None if this one runs the blocks."""
+    if step.num_proc == 1:
+        yield None
+        return
+    context = multiprocessing.get_context("fork")
+    with contextlib.ExitStack() as stack:
+        told, telling = (stack.enter_context(end) for end in context.Pipe(duplex=False))
+        stack.enter_context(worker_processes.bound_to_thread())
+        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (step, telling))
+        try:
+            # The processes are forked now: a thread that reads ahead may hold locks later on.
+            pool.submit(int).result()
+            yield BlockWorkers(pool, told)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown()
+
+
+# --- in a worker ------------------------------------------------------------------------------------------
+
+_own: tuple[BlockStep, Connection] | None = None
+
+
+def _begin_worker(step: BlockStep, telling: Connection) -> None:
+    global _own
+    _own = step, telling
+
+
+def _run_own(
+    path: str, tells: bool, first: int, features: str | None, file: Path, digits: str, may_end: bool
+) -> Written:
+    assert _own is not None
+    step, telling = _own
+
+    def tell(features: str | None) -> None:
+        telling.send((digits, features if features is not None and len(features) <= _MOST_TOLD else None))
+
+    try:
+        rows = _take_rows(path)
+        return run_block(step, rows, first, features, file, digits, may_end, tell if tells else None)
+    except SystemExit as error:  # here it would end the program, in whose process the function does not run
+        raise RuntimeError(f"the function has ended its process, with {error!r}") from error
+    except Exception as error:
+        if _can_travel(error):
+            raise
+        raise RuntimeError(f"the function has raised {type(error).__qualname__}: {error}") from error
+    finally:
+        step.early.forget()  # any process may run those rows anew
+
+
+def _take_rows(path: str) -> pa.Table:
+    """The rows of a file, mapped, whose name is free again."""
+    try:
+        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
+    finally:
+        Path(path).unlink()
+
+
+def _can_travel(error: Exception) -> bool:
+    """Whether an error comes out of its worker. One that cannot be made anew there, because its class takes
+    more than a message, would pass for a worker that was killed.
+    """
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:  # noqa: BLE001 (whatever the methods of a user's class raise)
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""The processes of a step: none waits for the first block, or for a slow one, and each row runs once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from castore import Store, layout
+from castore.adapters.datasets import CacheWarning, Pipeline, cached_map
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
+from castore.errors import FullError
+from tests.adapters.datasets.small_blocks import small_blocks, told
+from tests.mount.conftest import until
+
+#: The first block has the 1,000 rows whose types decide; the others have some two hundred each.
+ROWS, FIRST = 2600, 1000
+_PAD, _BLOCK_BYTES = "x" * 600, 1 << 17
+
+
+@pytest.fixture(autouse=True)
+def blocks() -> Iterator[None]:
+    with small_blocks(_BLOCK_BYTES, 10_000):
+        yield
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has the number of each row that ran, a line each."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("CASTORE_TEST_LOG", str(log))
+    return log
+
+
+def rows(count: int = ROWS) -> datasets.Dataset:
+    return datasets.Dataset.from_dict(
+        {"n": list(range(count)), "text": [f"{n} {_PAD}" for n in range(count)]}
+    )
+
+
+def note(row: dict[str, Any]) -> None:
+    with open(os.environ["CASTORE_TEST_LOG"], "a") as file:
+        file.write(f"{row['n']}\n")
+
+
+def seen(log: Path) -> list[int]:
+    return [int(line) for line in log.read_text().split()]
+
+
+def wait_for_rows(count: int) -> None:
+    """Wait until so many rows have run."""
+    until(lambda: len(seen(Path(os.environ["CASTORE_TEST_LOG"]))) >= count)
+
+
+def measure(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    return {"length": len(row["text"])}
+
+
+def waits_in_first_block(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    if row["n"] == FIRST - 100:
+        wait_for_rows(FIRST + 1000)
+    return {"length": len(row["text"])}
+
+
+def waits_in_second_block(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    if row["n"] == FIRST + 50:
+        wait_for_rows(FIRST + 700)
+    return {"length": len(row["text"])}
+
+
+def batch_waits_in_first_block(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    for n in batch["n"]:
+        note({"n": n})
+    if batch["n"][0] == FIRST - 100:
+        wait_for_rows(FIRST + 1000)
+    return {"length": [len(text) for text in batch["text"]]}
+
+
+def fraction_late(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    return {"length": row["n"] + (0.5 if row["n"] >= FIRST - 100 else 0)}
+
+
+def unlike_late(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    return {"tags": [row["n"]] if row["n"] >= FIRST - 100 else []}
+
+
+def null_first(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    return {"length": None if row["n"] < 50 else row["n"]}
+
+
+def many_columns(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    return {f"column {number}": row["n"] for number in range(400)}
+
+
+def nothing(row: dict[str, Any]) -> None:
+    note(row)
+
+
+def changes_its_row(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    row["text"] = row["text"][:5]
+    row["list"] = [row["n"]]
+    return row
+
+
+def fails_in_first_block(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    if row["n"] == FIRST - 100:
+        raise OSError("row 900 is broken")
+    return {"length": len(row["text"])}
+
+
+@pytest.mark.parametrize("function", [waits_in_first_block, waits_in_second_block])
+def test_one_process_goes_on_while_the_other_takes_long_for_a_block(
+    function: Callable[..., Any], store: Store, log: Path
+) -> None:
+    made = cached_map(rows(), function, store=store, num_proc=2)
+    assert sorted(seen(log)) == list(range(ROWS))
+    assert told(made) == told(rows().map(measure))
+
+
+def test_one_process_goes_on_while_the_other_takes_long_for_the_first_of_many_batches(
+    store: Store, log: Path
+) -> None:
+    made = cached_map(
+        rows(), batch_waits_in_first_block, store=store, num_proc=2, batched=True, batch_size=100
+    )
+    assert sorted(seen(log)) == list(range(ROWS))
+    assert told(made) == told(rows().map(measure))
+
+
+@pytest.mark.parametrize("num_proc", [2, 3])
+@pytest.mark.parametrize(
+    "function", [null_first, many_columns, nothing, changes_its_row], ids=lambda function: function.__name__
+)
+def test_each_row_runs_once_whatever_the_first_ones_show(
+    function: Callable[..., Any], num_proc: int, store: Store, log: Path
+) -> None:
+    made = cached_map(rows(), function, store=store, num_proc=num_proc)
+    assert sorted(seen(log)) == list(range(ROWS))
+    assert told(made) == told(rows().map(function))
+
+
+@pytest.mark.parametrize("function", [fraction_late, unlike_late], ids=lambda function: function.__name__)
+def test_types_of_the_first_rows_that_are_not_those_of_the_first_block_cost_work_alone(
+    function: Callable[..., Any], store: Store, log: Path
+) -> None:
+    made = cached_map(rows(), function, store=store, num_proc=2)
+    ran = Counter(seen(log))
+    assert set(ran) == set(range(ROWS))
+    assert max(ran.values()) <= 2
+    assert {n for n in ran if ran[n] > 1}.isdisjoint(range(FIRST))
+    assert told(made) == told(rows().map(function))
+    log.unlink()
+    assert told(cached_map(rows(), function, store=store)) == told(made)
+    assert not log.exists()
+
+
+def test_an_error_in_the_first_block_is_the_error_and_no_row_runs_again(store: Store, log: Path) -> None:
+    with pytest.raises(OSError, match="row 900 is broken"):
+        cached_map(rows(), fails_in_first_block, store=store, num_proc=2)
+    assert max(Counter(seen(log)).values()) == 1
+    assert FIRST - 50 not in seen(log)
+
+
+class Relative:
+    """A map that remembers its first row, and nothing else."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.first = row["n"] if self.first is None else self.first
+        return {"to first": row["n"] - self.first}
+
+
+def test_a_function_that_remembers_the_first_row_alone_sees_all_in_one_process(store: Store) -> None:
+    with pytest.warns(CacheWarning, match="remembers rows"):
+        made = Pipeline([Relative()], store=store, num_proc=2).run(rows()).dataset
+    assert made["to first"] == list(range(ROWS))
+
+
+class RelativeToMarked:
+    """A map that remembers a row of the first block, and nothing else. That row waits for the file `go`."""
+
+    def __init__(self) -> None:
+        self.marked = 0
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        if row["n"] == FIRST - 100:
+            until(lambda: Path(os.environ["CASTORE_TEST_LOG"]).with_name("go").exists())
+            self.marked = row["n"]
+        return {"to marked": row["n"] - self.marked}
+
+
+@pytest.mark.filterwarnings("ignore:.*remembers rows:castore.errors.CacheWarning")
+def test_no_block_is_kept_before_the_first_one_shows_that_nothing_is_remembered(
+    store: Store, log: Path
+) -> None:
+    def run() -> datasets.Dataset:
+        return cached_map(rows(), RelativeToMarked(), store=store, num_proc=2)
+
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(run)
+        try:
+            until(lambda: len([*(store.path / layout.WORK).rglob("*.block")]) >= 3)
+            assert [*store.entries(BLOCKS_FOLDER)] == []
+        finally:
+            log.with_name("go").touch()
+        assert coming.result()["to marked"] == [n - (FIRST - 100) * (n >= FIRST - 100) for n in range(ROWS)]
+    assert [*store.entries(BLOCKS_FOLDER)] == []
+
+
+@pytest.mark.filterwarnings("ignore:the folder of temporary files needs:castore.errors.CacheWarning")
+@pytest.mark.parametrize(("num_proc", "size"), [(1, "1M"), (2, "512k"), (2, "1M")])
+def test_a_full_disk_of_the_files_is_said(num_proc: int, size: str, store: Store, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk]).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        made = Pipeline([adds], store=store, num_proc=num_proc, temp_dir=disk)
+        with pytest.raises(FullError, match=f"the disk of {disk} is full .*name another folder"):
+            made.run(rows())
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def adds(row: dict[str, Any]) -> dict[str, Any]:
+    return {"more": row["text"]}
+
+
+def test_files_through_which_rows_pass_are_gone_with_the_step(store: Store, log: Path) -> None:
+    cached_map(rows(), measure, store=store, num_proc=2)
+    assert [path for path in (store.path / layout.WORK).rglob("*") if path.is_file()] == []
