@@ -89,8 +89,8 @@ class Job(NamedTuple):
         key: of the result.
         claim: of the block.
         again: gives another key for the result, by its features; None for no other.
-        after: the first block, if nothing of this one may be kept before that one is made. What the first one
-            shows is guessed: the features of the result, and that the operator remembers no rows.
+        after: the first block, if nothing of this one may be kept before that one is made: the features of
+            the result are guessed, and the first block may show that the operator remembers rows.
     """
 
     number: int
