@@ -25,8 +25,9 @@ from castore.system import worker_processes
 
 # Seconds between two looks whether a block has ended without telling its features.
 _PAUSE = 0.02
-# Longer features, of very many columns, are not told: a pipe that nobody reads has no room for them.
-_MOST_TOLD = 16 * 1024
+# Longer features, of very many columns, are not told: a message goes into the pipe as a whole, at once, so
+# neither a killed process nor a caller that does not listen leaves the other waiting.
+_MOST_TOLD = 12 * 1024
 
 
 class BlockWorkers:
