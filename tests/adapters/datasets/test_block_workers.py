@@ -195,7 +195,7 @@ def test_a_function_that_remembers_the_first_row_alone_sees_all_in_one_process(s
 
 
 class RelativeToMarked:
-    """A map that remembers a row of the first block, and nothing else. That row waits for the file `go`."""
+    """A map that remembers one row of the first block, and waits there for the file `go`."""
 
     def __init__(self) -> None:
         self.marked = 0
