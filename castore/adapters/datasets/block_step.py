@@ -311,10 +311,11 @@ def tells_features(rows: int, features: str) -> bool:
 def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, digits: str) -> str | None:
     """The features that the result of a block's first rows has, in JSON, so that other processes can begin.
 
-    The calls are kept, and the run on the whole block takes their results: the function sees no row twice.
+    The calls are kept, and the run on the whole block takes their results: the function sees no row twice,
+    unless a result cannot be copied.
 
     Returns:
-        None if the first rows do not show the types of all columns, or their calls cannot be kept.
+        None if the first rows do not show the types of all columns, or no calls are kept of such a step.
 
     Raises:
         TooSlowError: the block takes long.
