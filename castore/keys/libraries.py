@@ -85,7 +85,7 @@ def _find_library(module: str) -> str | None:
     # Lazy modules (transformers) have path objects in place of strings.
     places = [*map(str, spec.submodule_search_locations or []), spec.origin or ""] if spec else []
     places = _places_of(module, places)
-    paths = sysconfig.get_paths()
+    paths = _folders()
     # By location, not by name: a user's statistics.py is not the standard library's. The standard library's
     # folder may contain site-packages, so site-packages come first.
     if any(place.startswith(f"{paths[kind]}/") for kind in ("purelib", "platlib") for place in places) or any(
@@ -99,6 +99,12 @@ def _find_library(module: str) -> str | None:
         return f"{module} of Python {sys.version_info.major}.{sys.version_info.minor}"
     beside = next(filter(None, (_beside(place, top) for place in places)), None)
     return f"{module} of {beside}" if beside else None
+
+
+@functools.cache
+def _folders() -> dict[str, str]:
+    """The folders of the standard library and of installed packages, by kind."""
+    return sysconfig.get_paths()
 
 
 def _places_of(module: str, places: list[str]) -> list[str]:

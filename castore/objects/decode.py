@@ -319,16 +319,18 @@ class BlobReader:
         if not self.hold():  # until the end: the reader may be closed while frames are still decoded
             raise ValueError("the blob is closed")
         hasher = blake3.blake3() if whole and self.frames > 1 else None  # one frame is checked by its digest
-        owner, taken = os.getpid(), 0
+        owner, taken = os.getpid(), 1
         pending: deque[tuple[range, Future[list[bytes]]]] = deque()
         try:
-            if self.frames == 1:
-                yield self._load(0)
-                return
-            try:
-                self.table()
-            except CorruptError as error:
-                raise self._damaged(str(error)) from error
+            if self.frames > 1:
+                try:
+                    self.table()
+                except CorruptError as error:
+                    raise self._damaged(str(error)) from error
+            first_frame = self._load(0)  # in this thread: a reader of the first rows starts no others
+            if hasher is not None:
+                hasher.update(first_frame)
+            yield first_frame
             for run in _runs(self.frames):
                 pending.append((run, codec_threads.pool().submit(self._load_all, run)))
                 while len(pending) > min(taken, 2 * usable_cores()) or (pending and run.stop == self.frames):
@@ -396,8 +398,8 @@ class BlobReader:
 
 
 def _runs(frames: int) -> Iterator[range]:
-    """Frames that are handed to a worker together: at first one, then more and more."""
-    start, length = 0, 1
+    """Frames behind the first that are handed to a worker together: at first two, then more and more."""
+    start, length = 1, 2
     while start < frames:
         yield range(start, min(start + length, frames))
         start, length = start + length, min(2 * length, _RUN)

@@ -28,7 +28,7 @@ from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
 from castore.adapters.datasets.named_files import file_states, may_name_files
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
-from castore.adapters.datasets.replaced_files import gone_ranges
+from castore.adapters.datasets.replaced_files import Mappings
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files, tables_that_name_files
 from castore.errors import InvalidValueError
@@ -108,11 +108,11 @@ def _rows(dataset: datasets.Dataset, store: Store | None) -> list[Any]:
 def _digests(table: Table, store: Store | None) -> list[str] | None:
     """The digests of the Arrow files whose rows, in order, are a table's rows; None if there are none."""
     found: list[str] = []
-    places = gone_ranges()
+    mappings = Mappings()
     for block in row_blocks(table) or ():
         if isinstance(block, LazyTable) and block.blobs:
             found += [blob.digest.hex() for blob in block.blobs]  # without reading the blobs
-        elif (paths := table_files(block, places)) is not None:
+        elif (paths := table_files(block, mappings)) is not None:
             found += [file_digest(path, store, without=TAIL) for path in paths]
         else:
             return None

@@ -26,7 +26,7 @@ from datasets.utils.py_utils import asdict
 
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files, names_local_files
-from castore.adapters.datasets.replaced_files import gone_ranges, lies_in_ranges
+from castore.adapters.datasets.replaced_files import Mappings
 from castore.errors import SerializationError
 
 STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -39,58 +39,54 @@ NAMES_FILES_KEY = "_names_files"
 SHARD_BYTES = 128 * 1024 * 1024
 # Opening a stream reads the head of each batch: through a mount, a page and a frame for each.
 _BATCH_BYTES = 8 * 1024 * 1024
-_FIRST_BYTES = 256 * 1024
+# The first rows of a file lie with its schema in the first frame of 256 KiB, if one row is no larger.
+_FIRST_BYTES = 240 * 1024
 _SMALLEST_BATCHES = 1024 * 1024
 # A table whose only operation replaced the features' description still equals its file.
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
 
-def find_whole_files(dataset: datasets.Dataset, gone: list[range] | None = None) -> list[str] | None:
-    """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none.
-
-    Args:
-        dataset: the rows.
-        gone: the result of `gone_ranges`, where it is known.
-    """
+def find_whole_files(dataset: datasets.Dataset) -> list[str] | None:
+    """Paths of the Arrow files that hold, in order, exactly the dataset's rows; None if there are none."""
     if dataset._indices is not None:
         return None
     table = dataset._data.table
     batches = max((column.num_chunks for column in table.columns), default=0)
     if batches > 1 and table.nbytes < batches * _SMALLEST_BATCHES:
         return None  # `map` writes batches of 1,000 rows: worth joining
-    return table_files(dataset._data, gone)
+    return table_files(dataset._data)
 
 
-def table_files(table: Table, gone: list[range] | None = None) -> list[str] | None:
+def table_files(table: Table, mappings: Mappings | None = None) -> list[str] | None:
     """Paths of the Arrow files that hold, in order, exactly a table's rows; None if there are none.
 
     Args:
         table: a mapped table, or a concatenation of mapped ones.
-        gone: the result of `gone_ranges`, for calls about many tables.
+        mappings: those of this process, for calls about many tables.
     """
-    blocks = mapped_blocks(table, _HARMLESS_REPLAYS, gone)
+    blocks = mapped_blocks(table, _HARMLESS_REPLAYS, mappings)
     return None if blocks is None else [block.path for block in blocks]
 
 
 def mapped_blocks(
-    table: Table, allowed: Set[str], gone: list[range] | None = None
+    table: Table, allowed: Set[str], mappings: Mappings | None = None
 ) -> list[MemoryMappedTable] | None:
     """The mapped tables that hold, in order, a table's rows; None if there are none, or a file was replaced.
 
     Args:
         table: a mapped table, or a concatenation of mapped ones.
         allowed: operations, by their names in `datasets`, that tables may have had since mapping.
-        gone: the result of `gone_ranges`, for calls about many tables.
+        mappings: those of this process, for calls about many tables.
     """
     found: list[MemoryMappedTable] = []
-    gone = gone_ranges() if gone is None else gone
+    mappings = mappings or Mappings()
     for block in row_blocks(table) or ():
         if isinstance(block, LazyTable):
-            inner = mapped_blocks(block.map_whole(), allowed, gone)
+            inner = mapped_blocks(block.map_whole(), allowed, mappings)
             if inner is None:
                 return None
             found += inner
-        elif not isinstance(block, MemoryMappedTable) or lies_in_ranges(block.table, gone):
+        elif not isinstance(block, MemoryMappedTable) or not mappings.show(block.table, block.path):
             return None
         elif all(what in allowed for what, *_ in block.replays):
             found.append(block)
@@ -171,7 +167,10 @@ def empty_stream() -> pa.Buffer:
 
 def split_off_first_rows(table: pa.Table) -> Iterator[pa.Table]:
     """A table in two parts, so that a reader of a file's first rows need not decode a whole batch."""
-    first = max(1, len(table) * _FIRST_BYTES // max(1, table.nbytes))
+    first, size = len(table), table.nbytes
+    while first > 1 and size > _FIRST_BYTES:
+        first = max(1, first * _FIRST_BYTES // size)
+        size = sum(map(pa.ipc.get_record_batch_size, table[:first].to_batches()))
     yield table[:first]
     if len(table) > first:
         yield table[first:]

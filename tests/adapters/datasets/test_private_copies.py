@@ -13,7 +13,16 @@ import pyarrow as pa
 import pytest
 
 from castore import Store
-from castore.adapters.datasets import DatasetCache, Pipeline, PipelineConfig, cached_filter, cached_map, wait
+from castore.adapters.datasets import (
+    DatasetCache,
+    Pipeline,
+    PipelineConfig,
+    cached_filter,
+    cached_map,
+    replaced_files,
+    wait,
+)
+from castore.adapters.datasets.tables import find_whole_files
 from castore.recipes.pipeline_config import CacheStageConfig
 from tests.adapters.datasets.owned_job import (
     PLAIN,
@@ -212,6 +221,14 @@ def tenfold(batch: dict[str, list[int]]) -> dict[str, list[int]]:
     return {"number": [10 * number for number in batch["number"]]}
 
 
+@pytest.fixture(params=["asked for one", "read as text"])
+def mappings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's answer about mapped files, of Linux 6.11 and of older ones."""
+    if request.param == "read as text":
+        monkeypatch.setattr(replaced_files, "_CODE", 0xC06866FF)  # no kernel knows this one
+
+
+@pytest.mark.usefixtures("mappings")
 @pytest.mark.parametrize("step", [tenfold, None])
 def test_a_file_that_was_replaced_after_it_was_loaded_is_not_taken_for_its_rows(
     step: Any, store: Store, tmp_path: Path
@@ -228,3 +245,38 @@ def test_a_file_that_was_replaced_after_it_was_loaded_is_not_taken_for_its_rows(
     assert cached_map(new, step, batched=True, store=store)["number"][:2] == [2 * factor] * 2
     cache.put("old", old)
     assert cache.get("old")["number"][:2] == [1, 1]
+
+
+@pytest.mark.usefixtures("mappings")
+@pytest.mark.parametrize("step", [tenfold, None])
+def test_a_folder_that_was_moved_away_after_it_was_loaded_is_not_taken_for_the_one_in_its_place(
+    step: Any, store: Store, tmp_path: Path
+) -> None:
+    folder, other, cache = tmp_path / "rows", tmp_path / "other", DatasetCache(store)
+    factor = 1 if step is None else 10
+    for place, value in ((folder, 1), (other, 2)):
+        datasets.Dataset.from_dict({"number": [value] * 400_000}).save_to_disk(place)
+    old = datasets.load_from_disk(folder)
+    folder.rename(tmp_path / "aside")
+    other.rename(folder)
+    new = datasets.load_from_disk(folder)
+    assert cached_map(old, step, batched=True, store=store)["number"][:2] == [factor] * 2
+    wait()
+    assert cached_map(new, step, batched=True, store=store)["number"][:2] == [2 * factor] * 2
+    cache.put("old", old)
+    assert cache.get("old")["number"][:2] == [1, 1]
+
+
+@pytest.mark.usefixtures("mappings")
+def test_a_file_behind_links_whose_name_is_odd_is_known_as_the_file_of_its_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "odd\nname (deleted)"
+    folder.mkdir()
+    write(folder / "rows.arrow", 1)
+    (tmp_path / "link").symlink_to(folder)
+    path = tmp_path / "link" / "rows.arrow"
+    loaded = datasets.Dataset.from_file(str(path))
+    assert find_whole_files(loaded) == [str(path)]
+    path.rename(tmp_path / "aside")
+    assert find_whole_files(loaded) is None
+    path.symlink_to(tmp_path / "aside")
+    assert find_whole_files(loaded) == [str(path)]
