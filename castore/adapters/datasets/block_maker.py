@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 
@@ -66,8 +66,9 @@ _SHOWS_SIZE = 1 / 20
 
 #: Why an operator's step cannot run in processes block by block.
 REMEMBERS = (
-    "the function remembers rows that it has seen, so its results depend on the rows before; remember nothing"
-    " between two calls, or load what the function needs under functools.cache"
+    "the function remembers rows that it has seen, so its results depend on the rows before; let it remember"
+    " nothing between two calls, or, if it only loads a model at its first call, load it in a function under"
+    " functools.cache"
 )
 
 
@@ -290,7 +291,7 @@ class BlockMaker:
         """Wait for the results that are being made. A block whose result failed will be made again.
 
         Raises:
-            BeginsAnewError: the operator remembers rows, and this process has shown it some.
+            BeginsAnewError, RemembersError: the operator remembers rows.
         """
         self._await_all()
         self.require_no_memory()
@@ -321,14 +322,26 @@ class BlockMaker:
             )
         return self.remembers
 
-    def require_no_memory(self) -> None:
-        """Check that rows may run once more in this process.
+    def look_at_end(self) -> None:
+        """Find out whether the operator has begun to remember rows in its last blocks.
 
         Raises:
-            BeginsAnewError: the operator remembers them.
+            RemembersError: it has, in other processes.
+        """
+        if self._workers is None:
+            self.find_memory()
+        elif self.made and self._workers.find_memory():
+            self._refuse_memory()
+
+    def require_no_memory(self) -> None:
+        """Check that rows may run once more.
+
+        Raises:
+            BeginsAnewError: the operator remembers them, and has seen them in this process.
+            RemembersError: the operator has seen them in other processes.
         """
         if self.find_memory():
-            raise BeginsAnewError
+            raise BeginsAnewError if self._workers is None else RemembersError(REMEMBERS)
 
     def _new_file(self) -> Path:
         with self._guard:
@@ -398,14 +411,17 @@ class BlockMaker:
             job.rows, job.first, job.features, file, job.key, may_end=may_end, tells=tells
         ).result()
         self._seconds_a_row = seconds_of_row(written, len(job.rows))
-        self._refuse_memory(written)
+        self._check_memory(written)
         return written
 
-    def _refuse_memory(self, written: Written) -> None:
+    def _check_memory(self, written: Written) -> None:
         """Check that an operator in other processes, each with its own rows, remembers none."""
         if written.remembers and self._workers is not None:
-            self.remembers = True
-            raise RemembersError(REMEMBERS)
+            self._refuse_memory()
+
+    def _refuse_memory(self) -> NoReturn:
+        self.remembers = True
+        raise RemembersError(REMEMBERS)
 
     def _make_in_parts(self, job: Job, finer: int, file: Path) -> _Made | None:
         """Make a block in parts: first the rows that decide the features of the result, if any do.
@@ -426,7 +442,7 @@ class BlockMaker:
                 features = joined.decide() if done else job.features
                 section = job._replace(rows=rows, first=job.first + done, features=features)
                 for part in self._run_parts(section, finer, stack):
-                    self._refuse_memory(part.written)
+                    self._check_memory(part.written)
                     joined.add(part.written)
                     made.append(part)
                     done += part.rows

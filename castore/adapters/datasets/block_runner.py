@@ -198,7 +198,7 @@ class BlockRun:
                     results = self._try_all(maker)
                     if results is None:  # another run has ended without a block that it had claimed
                         maker.require_no_memory()
-                maker.find_memory()
+                maker.look_at_end()
                 return results
             maker.settle()
         raise NotInBlocksError("files that its rows name change while it runs")
@@ -452,7 +452,8 @@ class BlockRun:
         template = own_copy(dataset)
         template._info.features = self.features_of(results)
         template._fingerprint = fingerprint
-        template._format_columns = shown_columns(dataset, template._info.features)
+        if not self._step.keeps_columns and features_of(results) != UNCHANGED:
+            template._format_columns = shown_columns(dataset, template._info.features)
         rows = sum(result.rows for result in results)
         names_files = any(result.names_files for result in results)
         return DatasetPart(

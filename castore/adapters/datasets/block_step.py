@@ -85,6 +85,7 @@ class BlockStep(NamedTuple):
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
+        keeps_columns: whether the result has the columns of the input, as a filter's has.
         at_once: rows that the function gets, or works on, at one time.
         is_awaited: whether the function is a coroutine function, whose calls nobody watches.
         num_proc: processes that share the blocks; 1 for this one.
@@ -101,6 +102,7 @@ class BlockStep(NamedTuple):
     is_numbered: bool = False
     has_features: bool = False
     keeps_count: bool = False
+    keeps_columns: bool = False
     at_once: int = 1
     is_awaited: bool = False
     num_proc: int = 1

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -34,12 +35,14 @@ class BlockWorkers:
     """The processes.
 
     Args:
-        pool: runs `_run_own`.
+        pool: runs `_run_own`, and `_look`.
+        count: the number of its processes.
         told: receives what `_run_own` sends.
     """
 
-    def __init__(self, pool: ProcessPoolExecutor, told: Connection) -> None:
+    def __init__(self, pool: ProcessPoolExecutor, count: int, told: Connection) -> None:
         self._pool = pool
+        self._count = count
         self._told = told
 
     def run(
@@ -79,6 +82,11 @@ class BlockWorkers:
                     return features  # type: ignore[no-any-return]
         return None
 
+    def find_memory(self) -> bool:
+        """Whether the operator remembers rows that one of the processes, all of them idle, has shown it."""
+        looks = [self._pool.submit(_look) for _ in range(self._count)]
+        return any(look.result() for look in looks)
+
 
 @contextlib.contextmanager
 def block_workers(step: BlockStep) -> Iterator[BlockWorkers | None]:
@@ -90,11 +98,12 @@ def block_workers(step: BlockStep) -> Iterator[BlockWorkers | None]:
     with contextlib.ExitStack() as stack:
         told, telling = (stack.enter_context(end) for end in context.Pipe(duplex=False))
         stack.enter_context(worker_processes.bound_to_thread())
-        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (step, telling))
+        own = _Own(step, telling, context.Barrier(step.num_proc))
+        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (own,))
         try:
             # The processes are forked now: a thread that reads ahead may hold locks later on.
             pool.submit(int).result()
-            yield BlockWorkers(pool, told)
+            yield BlockWorkers(pool, step.num_proc, told)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list((pool._processes or {}).values()):
@@ -106,19 +115,28 @@ def block_workers(step: BlockStep) -> Iterator[BlockWorkers | None]:
 
 # --- in a worker ------------------------------------------------------------------------------------------
 
-_own: tuple[BlockStep, Connection] | None = None
+
+class _Own(NamedTuple):
+    """A worker's step, the end of the pipe that it tells features through, and where all workers meet."""
+
+    step: BlockStep
+    telling: Connection
+    together: Barrier
 
 
-def _begin_worker(step: BlockStep, telling: Connection) -> None:
+_own: _Own | None = None
+
+
+def _begin_worker(own: _Own) -> None:
     global _own
-    _own = step, telling
+    _own = own
 
 
 def _run_own(
     path: str, tells: bool, first: int, features: str | None, file: Path, digits: str, may_end: bool
 ) -> Written:
     assert _own is not None
-    step, telling = _own
+    step, telling, _ = _own
 
     def tell(features: str | None) -> None:
         telling.send((digits, features if features is not None and len(features) <= _MOST_TOLD else None))
@@ -134,6 +152,15 @@ def _run_own(
         raise RuntimeError(f"the function has raised {type(error).__qualname__}: {error}") from error
     finally:
         step.early.forget()  # any process may run those rows anew
+
+
+def _look() -> bool:
+    """Whether the operator remembers rows that this process has shown it."""
+    assert _own is not None
+    try:
+        return _own.step.state.has_changed(now=True)
+    finally:
+        _own.together.wait()  # each process takes one look
 
 
 def _take_rows(path: str) -> pa.Table:

@@ -74,7 +74,7 @@ _MOST = 4
 _BETWEEN_FINGERPRINTS = 20
 _DIGEST = 16
 # Counts in keys.
-_VERSION = 1
+_VERSION = 2
 
 
 class Block(NamedTuple):
@@ -176,8 +176,9 @@ def _name(key: bytes, digest: bytes) -> str:
 
 
 class _Call(NamedTuple):
-    """A call's arguments as bytes, their digest, and whether a block ends behind the call."""
+    """A call's arguments, also as bytes, their digest, and whether a block ends behind the call."""
 
+    arguments: Sequence[Any]
     packed: Packed
     digest: bytes
     ends: bool
@@ -274,7 +275,7 @@ class Pass:
         began = time.perf_counter()
         output = self._function(*arguments, **keywords)
         seconds = time.perf_counter() - began
-        [record] = self._records(before, arguments, output, [output])
+        [record] = self._records(before, arguments, output, [(output, arguments)])
         self._end(slot, record, seconds)
         return output
 
@@ -289,7 +290,7 @@ class Pass:
         began = time.perf_counter()
         output = await self._function(*arguments, **keywords)
         seconds = time.perf_counter() - began
-        [record] = self._records(before, arguments, output, [output])
+        [record] = self._records(before, arguments, output, [(output, arguments)])
         self._end(slot, record, seconds)
         return output
 
@@ -315,7 +316,8 @@ class Pass:
             if batch is not None:
                 self._try_rowwise(batch, made, keywords)
             pieces.update(zip(slots, made, strict=True))
-            for slot, record in zip(slots.values(), self._records(before, part, output, made), strict=True):
+            pairs = [(piece, known[place].arguments) for piece, place in zip(made, slots, strict=True)]
+            for slot, record in zip(slots.values(), self._records(before, part, output, pairs), strict=True):
                 self._end(slot, record, seconds)
             if len(slots) == len(found):
                 return output
@@ -397,7 +399,7 @@ class Pass:
         data = packed.data + fingerprint(named).encode() if named else packed.data
         digest = blake3(data).digest(_DIGEST)
         chance = max(packed.size, TARGET_BYTES // TARGET_CALLS) << 32
-        return _Call(packed, digest, int.from_bytes(digest[:4], "little") * TARGET_BYTES < chance)
+        return _Call(arguments, packed, digest, int.from_bytes(digest[:4], "little") * TARGET_BYTES < chance)
 
     def _find(self, call: _Call) -> tuple[bool, Any] | None:
         """The result of a call, if it is the next one of the present block, or begins a kept one."""
@@ -407,7 +409,7 @@ class Pass:
         if self._found is not None:
             place, self._next = self._next, self._next + 1
             if self._found.digest(place) == call.digest:
-                return self._load(self._found.records[place])
+                return self._load(self._found.records[place], call)
             self._found = None
         if self._new is not None:
             return None
@@ -416,11 +418,11 @@ class Pass:
         if self._key is None:
             return None
         self._found, self._next = self._kept.find(self._key, call.digest), 1
-        return None if self._found is None else self._load(self._found.records[0])
+        return None if self._found is None else self._load(self._found.records[0], call)
 
-    def _load(self, record: bytes) -> tuple[bool, Any] | None:
+    def _load(self, record: bytes, call: _Call) -> tuple[bool, Any] | None:
         try:
-            return load_result(record)
+            return load_result(record, call.arguments)
         except (CorruptError, SerializationError):  # of a class that is not there any more, say
             self._found = None
             return None
@@ -440,21 +442,23 @@ class Pass:
         return slot
 
     def _records(
-        self, before: Before, arguments: Sequence[Any], output: Any, pieces: list[Any]
+        self, before: Before, arguments: Sequence[Any], output: Any, pieces: list[tuple[Any, Sequence[Any]]]
     ) -> list[bytes | None]:
-        """The pieces of a call's result as bytes; None, with a warning, for those that cannot be kept."""
+        """The pieces of a result, with the arguments of each, as bytes; None, with a warning, where they
+        cannot be kept.
+        """
         try:
             if before.is_overwritten_in(output):
                 is_argument = _is_argument(output, arguments)
-                return [self._dumped(piece, is_argument) for piece in pieces]
+                return [self._dumped(*piece, is_argument=is_argument) for piece in pieces]
             self._warn_inexact("it changes values of its input in place and does not return them")
         except SerializationError as error:
             self._warn_inexact(f"it changes its input to what has no exact bytes: {error}")
         return [None] * len(pieces)
 
-    def _dumped(self, piece: Any, is_argument: bool) -> bytes | None:
+    def _dumped(self, piece: Any, arguments: Sequence[Any], *, is_argument: bool) -> bytes | None:
         try:
-            return dump_result(piece, is_argument=is_argument)
+            return dump_result(piece, arguments, is_argument=is_argument)
         except SerializationError as error:
             self._warn_inexact(f"its results do not come back exactly: {error}")
             return None

@@ -18,14 +18,13 @@ import msgpack
 import pyarrow as pa
 
 from castore.adapters.datasets.object_arrays import put_together, take_apart
+from castore.adapters.datasets.shared_objects import FIXED, find_shared, share
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.left_out import facts_left_out
 from castore.errors import CorruptError, SerializationError
 from castore.serialize.serializers import dump, load
 
-# Values that nobody can change.
-_FIXED = frozenset({str, int, float, bool, bytes, type(None)})
-_PLAIN = frozenset({dict, list, *_FIXED})
+_PLAIN = frozenset({dict, list, *FIXED})
 _NAMES = frozenset({str})
 _DEEPEST = 16
 
@@ -76,12 +75,13 @@ def unpack_arguments(packed: Packed) -> list[Any]:
     return values
 
 
-def dump_result(output: Any, *, is_argument: bool) -> bytes:
+def dump_result(output: Any, arguments: Sequence[Any], *, is_argument: bool) -> bytes:
     """The bytes of a function's result.
 
     Args:
         output: the value; a mapping counts by its items.
-        is_argument: whether that is the function's first argument, which it changed.
+        arguments: of the call.
+        is_argument: whether the value is the function's first argument, which it changed.
 
     Raises:
         SerializationError: the value would not come back exactly; the message has the path to it.
@@ -93,17 +93,24 @@ def dump_result(output: Any, *, is_argument: bool) -> bytes:
         output = table if _is_frame(output) else table.column(0).to_pylist()
     if not _is_simple(output):
         facts_left_out(output, is_result=True)  # an error where a part would not come back
-    return _dump(is_argument, output)
+    shared = find_shared(output, arguments)
+    return _dump([is_argument, shared] if shared else is_argument, output)
 
 
-def load_result(record: bytes) -> tuple[bool, Any]:
+def load_result(record: bytes, arguments: Sequence[Any]) -> tuple[bool, Any]:
     """Whether a function returned its first argument, and what it returned.
+
+    Args:
+        record: the bytes of the result.
+        arguments: of the present call, which are equal to those of the call then.
 
     Raises:
         CorruptError, SerializationError: the bytes are no result that can be loaded here.
     """
     try:
-        is_argument, output = _load(record)
+        about, output = _load(record)
+        is_argument, shared = about if isinstance(about, list) else (about, ())
+        share(shared, output, arguments)
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, SerializationError):
             raise
@@ -152,19 +159,19 @@ class Before(NamedTuple):
 def _is_fixed(value: Any) -> bool:
     """Whether nothing inside an argument can be changed in place. Tables stand as None in their places."""
     if type(value) is dict:
-        return _FIXED.issuperset(map(type, value.values())) and _NAMES.issuperset(map(type, value))
-    return type(value) in _FIXED
+        return FIXED.issuperset(map(type, value.values())) and _NAMES.issuperset(map(type, value))
+    return type(value) in FIXED
 
 
 def _is_simple(value: Any, depth: int = 0) -> bool:
     """Whether msgpack has a type of its own for all that a value holds."""
     kind = type(value)
     if kind is not dict and kind is not list:
-        return kind in _FIXED
+        return kind in FIXED
     if kind is dict and not _NAMES.issuperset(map(type, value)):
         return False
     items = value.values() if kind is dict else value
-    if _FIXED.issuperset(map(type, items)):
+    if FIXED.issuperset(map(type, items)):
         return True
     return depth < _DEEPEST and all(_is_simple(item, depth + 1) for item in items)
 

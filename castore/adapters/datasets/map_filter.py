@@ -278,6 +278,7 @@ def _in_blocks(
         EarlyCalls(),
         is_numbered=is_numbered or drops,
         has_features=has_features,
+        keeps_columns=kind == "filter",
         at_once=size if is_batched else AWAITED_ROWS if is_async else 1,
         is_awaited=is_async,
         num_proc=num_proc,

@@ -532,6 +532,7 @@ class _Run:
             EarlyCalls(),
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
+            keeps_columns=is_filter,
             at_once=step.rows_at_once(),
             is_awaited=step.is_awaited(),
             num_proc=self._pipeline.num_proc or 1,

@@ -14,7 +14,7 @@ import datasets
 import pytest
 
 from castore import Store, layout
-from castore.adapters.datasets import CacheWarning, Pipeline, cached_map
+from castore.adapters.datasets import CacheWarning, Pipeline, cached_map, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.errors import FullError
 from tests.adapters.datasets.small_blocks import small_blocks, told
@@ -192,6 +192,31 @@ def test_a_function_that_remembers_the_first_row_alone_sees_all_in_one_process(s
     with pytest.warns(CacheWarning, match="remembers rows"):
         made = Pipeline([Relative()], store=store, num_proc=2).run(rows()).dataset
     assert made["to first"] == list(range(ROWS))
+
+
+class CountsFrom:
+    """A map that counts the rows from one row on."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin, self.count = begin, 0
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.count += row["n"] >= self.begin
+        return {"count": self.count}
+
+
+@pytest.mark.parametrize("begin", [FIRST + 50, ROWS - 300])
+@pytest.mark.parametrize("num_proc", [2, 3])
+def test_a_function_that_begins_to_remember_behind_the_first_block_sees_all_in_one_process(
+    num_proc: int, begin: int, store: Store
+) -> None:
+    for _ in range(2):
+        with pytest.warns(CacheWarning, match="remembers rows"):
+            made = cached_map(rows(), CountsFrom(begin), store=store, num_proc=num_proc)
+        assert made["count"] == [max(0, n + 1 - begin) for n in range(ROWS)]
+        wait()
+        assert [*store.entries(BLOCKS_FOLDER)] == []
+        store.delete_many([entry.name for entry in store.entries("")])
 
 
 class RelativeToMarked:
