@@ -78,13 +78,17 @@ class Beacon:
         try:
             if os.stat(self._path).st_ino == self._inode:
                 return
+            is_there = True
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        folder = os.path.dirname(os.path.dirname(self._path))
+        what, advice = "is gone", "open the store anew to make one"
+        if is_there:
             what = "is another one than the one that was opened: it was removed and made again, or moved"
             advice = "open the store anew"
-        except (FileNotFoundError, NotADirectoryError):
-            what, advice = "is gone", "open the store anew to make one"
-        raise StoreError(
-            f"the folder of the store {os.path.dirname(os.path.dirname(self._path))} {what}; {advice}"
-        )
+        elif os.path.isdir(folder):
+            what, advice = f"has lost its file {os.path.relpath(self._path, folder)}", "open the store anew"
+        raise StoreError(f"the folder of the store {folder} {what}; {advice}")
 
     def announce(self) -> int:
         """Announce that a name is about to change.

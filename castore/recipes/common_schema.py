@@ -91,7 +91,11 @@ def cast_tables(
 
 def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
     with add_column(table, schema):
-        return table_cast(decode_json(table, schema), schema)
+        table = decode_json(table, schema)
+        for field in schema:
+            if field.name not in table.column_names:  # `datasets` makes no nulls of the type of JSON
+                table = table.append_column(field, pa.nulls(len(table), field.type))
+        return table_cast(table, schema)
 
 
 def decode_json(table: pa.Table, schema: pa.Schema, paths: Iterable[Sequence[str | int]] = ()) -> pa.Table:

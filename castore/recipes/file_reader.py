@@ -16,6 +16,7 @@ import json
 import os
 import re
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -217,6 +218,30 @@ def read_tables(
 
 def find_unreadable(kind: str, files: Sequence[str], folder: str) -> str | None:
     """The first of some files that cannot be read behind the first of them; None if there is none."""
+    file = _find_dependent(kind, files, folder)
+    if file is None or kind != JOINED:
+        return file
+    # Values of several kinds are no error in the file that has them. Those of a later file may be one then.
+    place = bisect_left(
+        range(len(files)),
+        True,
+        lo=files.index(file),
+        key=lambda last: not _can_be_read(kind, files[: last + 1], folder),
+    )
+    return files[place] if place < len(files) else None
+
+
+def _can_be_read(kind: str, files: Sequence[str], folder: str) -> bool:
+    with silence(), tempfile.TemporaryDirectory(dir=folder) as place:
+        try:
+            read_dataset(kind, files, place)
+        except Exception as error:  # noqa: BLE001 (of a dozen libraries, and of that kind for a reader of all)
+            return tells_no_rows(error)
+        return True
+
+
+def _find_dependent(kind: str, files: Sequence[str], folder: str) -> str | None:
+    """The first of some files whose rows cannot be read to tables by themselves; None if there is none."""
     types: list[ColumnTypes] = []
     common: Common | None = None
     file = files[0]

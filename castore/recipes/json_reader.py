@@ -20,7 +20,13 @@ import pyarrow.json
 from datasets.data_files import DataFilesDict
 from datasets.packaged_modules.json import json as upstream
 
-from castore.recipes.common_schema import Neighbours, add_column, cast_tables, decode_json
+from castore.recipes.common_schema import (
+    Neighbours,
+    OtherSchemaError,
+    add_column,
+    cast_tables,
+    decode_json,
+)
 
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
@@ -56,12 +62,16 @@ class _ArrowJson:
 _dump: Callable[[Any], str] = partial(json.dumps, ensure_ascii=False)
 
 
-def encode_field(value: Any, path: list[str | int]) -> Any:
+def encode_field(value: Any, path: list[str | int], above: str = "") -> Any:
     """A value with the fields at a path as JSON texts; strings too, even those that are JSON themselves.
 
     Args:
         value: a row, or a part of one.
         path: names of fields; 0 stands for all items of a list.
+        above: the name of the part in its row; empty for a row.
+
+    Raises:
+        OtherSchemaError: the path leads through a value that is no object, or no list.
 
     >>> encode_field({"zip": "02134", "n": 1.5}, ["zip"])
     {'zip': '"02134"', 'n': 1.5}
@@ -71,9 +81,15 @@ def encode_field(value: Any, path: list[str | int]) -> Any:
     if not path:
         return _dump(value)
     step, *rest = path
-    if step == 0:
-        return [encode_field(item, rest) for item in value]
-    return {**value, step: encode_field(value.get(step), rest)}
+    if step == 0 and isinstance(value, list):
+        return [encode_field(item, rest, above) for item in value]
+    if step != 0 and isinstance(value, dict):
+        return {**value, step: encode_field(value.get(step), rest, f"{above}.{step}".removeprefix("."))}
+    raise OtherSchemaError(
+        f"field {above!r} has the value {str(value)[:40]!r} where other rows have "
+        f"{'lists' if step == 0 else 'objects'}; write the values of all rows as one type, for example as "
+        "texts"
+    )
 
 
 def _encode_lines(lines: bytes, paths: list[list[str | int]]) -> bytes:

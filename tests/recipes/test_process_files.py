@@ -236,6 +236,42 @@ def test_a_file_that_does_not_fit_those_before_is_refused_and_named(
     assert f"in {str(tmp_path / f'c.{ending}')!r}: " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "values", [[1, "a"], [{"q": 1}, {"q": "a"}], [[1, "a"]], [{"x": {"q": 1}}, {"x": {"q": "a"}}], ["a", {}]]
+)
+def test_a_column_of_several_types_may_be_missing_in_files_around_it(
+    tmp_path: Path, values: list[Any]
+) -> None:
+    files = {"a": [{"n": 1}], "b": [{"n": 2, "m": value} for value in values], "c": [{"n": 3}]}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(lines_of(rows))
+    made = sources.read(sources.find(tmp_path / "*.jsonl"), tmp_path / "work")
+    assert made.to_list() == [{"m": None, **row} for rows in files.values() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "words"),
+    [
+        ({"q": "x"}, 7, "field 'm' has the value '7' where other rows have objects"),
+        ({"q": "x"}, "text", "field 'm' has the value 'text' where other rows have objects"),
+        ([{"q": "x"}], 1.5, "field 'm' has the value '1.5' where other rows have lists"),
+        ({"in": {"q": "x"}}, {"in": True}, "field 'm.in' has the value 'True' where other rows have objects"),
+    ],
+)
+def test_a_file_that_does_not_fit_values_of_several_types_is_named_and_not_the_file_that_has_them(
+    tmp_path: Path, store: Store, first: Any, later: Any, words: str
+) -> None:
+    other = json.loads(json.dumps(first).replace('"x"', "1"))
+    files = {"a": [1], "b": [first, other], "c": [other], "d": [None, later], "e": [None]}
+    for name, values in files.items():
+        text = lines_of([{"t": name} if value == 1 else {"t": name, "m": value} for value in values])
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    recipe = Recipe(str(tmp_path / "*.jsonl"), str(tmp_path / "out" / "o.jsonl"), [lambda sample: sample])
+    with pytest.raises(InvalidValueError, match=re.escape(words)) as caught:
+        process(recipe, store=store)
+    assert f"in {str(tmp_path / 'd.jsonl')!r}: " in str(caught.value)
+
+
 def test_the_only_file_of_a_folder_is_named_too(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.jsonl").write_text('{"n": 1}\n{"n": ')

@@ -55,6 +55,7 @@ from castore.errors import (
     CorruptError,
     FullError,
     SerializationError,
+    StoreError,
     TooLargeError,
     UnhashableError,
 )
@@ -131,7 +132,11 @@ class KeptCalls:
 
     def find(self, key: bytes, digest: bytes) -> Block | None:
         """The block whose first call has that digest, if it is kept and intact."""
-        data = self._store.get(_name(key, digest))
+        try:
+            data = self._store.get(_name(key, digest))
+        except StoreError as error:
+            self._warn_of_store(error)
+            return None
         if data is None:
             return None
         try:
@@ -144,13 +149,13 @@ class KeptCalls:
         return Block(digests, records)
 
     def keep(self, key: bytes, block: Block) -> bool:
-        """Keep a block; False, with a warning, if the store has no room."""
+        """Keep a block; False, with a warning, if the store has no room, or is gone."""
         name = _name(key, block.digest(0))
-        # Another pass began at the same row at the same time, and came further.
-        there = self.find(key, block.digest(0)) if self._store.entry(name) is not None else None
-        if there is not None and there.begins_as(block):
-            return True
         try:
+            # Another pass began at the same row at the same time, and came further.
+            there = self.find(key, block.digest(0)) if self._store.entry(name) is not None else None
+            if there is not None and there.begins_as(block):
+                return True
             self._store.put(
                 name,
                 dump([block.digests, block.records], "msgpack")[1],
@@ -162,7 +167,15 @@ class KeptCalls:
         except (FullError, TooLargeError) as error:
             self.warn("room", f"results of {self.title!r} are not kept, and it runs again next time: {error}")
             return False
+        except StoreError as error:
+            self._warn_of_store(error)
+            return False
         return True
+
+    def _warn_of_store(self, error: StoreError) -> None:
+        self.warn(
+            "store", f"results of {self.title!r} are neither found nor kept, and it runs each time: {error}"
+        )
 
     def warn(self, about: str, text: str) -> None:
         """Warn once in a process."""

@@ -155,6 +155,11 @@ def test_an_odd_key_of_a_shared_object_is_an_error() -> None:
 
 
 def test_places_that_are_not_there_are_errors() -> None:
-    for shared in ([[None, "a", 5], [None, "b"]], [[None, "a"], [3, "b"]], [[None, "c", "d"], [None, "b"]]):
+    odd: list[list[list[Any]]] = [
+        [[None, "a", 5], [None, "b"]],
+        [[None, "a"], [3, "b"]],
+        [[None, "c", "d"], [None, "b"]],
+    ]
+    for shared in odd:
         with pytest.raises((LookupError, TypeError)):
             share([shared], {"a": [1], "b": [2]}, [])

@@ -849,6 +849,24 @@ def test_a_store_without_room_gives_the_rows_and_one_warning(tmp_path: Any) -> N
         assert len(warned) == 1
 
 
+@pytest.mark.parametrize("lost", ["", "locks/beacon"])
+def test_a_store_that_goes_gives_the_rows_and_one_warning(lost: str, tmp_path: Path) -> None:
+    expected = rows_of(from_python().map(adds))
+    ran()
+    with Store(tmp_path / "lost") as store:
+        stream = iter(cached_map(from_python(), adds, store=store))
+        rows = [told(next(stream)) for _ in range(ROWS // 2)]
+        gone = tmp_path / "lost" / lost
+        gone.rename(tmp_path / "elsewhere")
+        words = "lost its file locks/beacon" if lost else "is gone"
+        with pytest.warns(CacheWarning, match=f"'adds' are neither found nor kept.*{words}") as warned:
+            rows += map(told, stream)
+        assert len(warned) == 1
+        (tmp_path / "elsewhere").rename(gone)
+    assert rows == expected
+    assert ran() == ROWS
+
+
 def test_a_damaged_block_runs_again(store: Store) -> None:
     dataset = cached_map(from_python(), adds, store=store)
     expected = rows_of(dataset)
