@@ -20,8 +20,9 @@ from castore.errors import UnhashableError
 from castore.keys.encoder import LEAVES, AnyOrder, Encoder, Watch
 from castore.keys.libraries import library_of_class
 
-# From one fingerprint to the next so many times the time passes that one takes.
-_BETWEEN = 50
+# From one fingerprint to the next so many times the time passes that one takes: fewer times where it takes at
+# most so many seconds. So a kill rarely leaves a block behind which nobody has looked.
+_BETWEEN, _BETWEEN_QUICK, _QUICK_SECONDS = 50, 10, 0.005
 # Libraries whose objects are data, but for torch's modules.
 _OF_DATA = frozenset(
     ("array", "builtins", "collections", "numpy", "pandas", "polars", "pyarrow", "random", "torch")
@@ -78,7 +79,8 @@ class OperatorState:
             return b""
         finally:
             ended = time.perf_counter()
-            self._next = ended + _BETWEEN * (ended - began)
+            took = ended - began
+            self._next = ended + (_BETWEEN_QUICK if took <= _QUICK_SECONDS else _BETWEEN) * took
 
 
 class _Nones(Watch):
