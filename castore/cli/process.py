@@ -287,7 +287,9 @@ class _Current:
 
 
 def _blame(error: Exception, step: str) -> str:
-    """A sentence with the step that failed, the line of the user's code, and the error."""
+    """A sentence with the step that failed, the line of the user's code, the row, and the error."""
+    from castore.adapters.datasets.call_watch import OF_INPUT
+
     others = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__), "<")
     places = [
         (file, line)
@@ -295,6 +297,7 @@ def _blame(error: Exception, step: str) -> str:
         if "site-packages" not in file and not file.startswith(others)
     ]
     place = " at {}:{}".format(*places[-1]) if places else ""
+    place += "".join(f", {note}" for note in getattr(error, "__notes__", ()) if OF_INPUT in note)
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return f"step {step!r} failed{place}: {what}; the steps before it are kept"
 

@@ -149,7 +149,11 @@ def _run_own(
     except Exception as error:
         if _can_travel(error):
             raise
-        raise RuntimeError(f"the function has raised {type(error).__qualname__}: {error}") from error
+        told = RuntimeError(f"the function has raised {type(error).__qualname__}: {error}")
+        if hasattr(told, "add_note"):
+            for note in getattr(error, "__notes__", ()):
+                told.add_note(note)
+        raise told from error
     finally:
         step.early.forget()  # any process may run those rows anew
 

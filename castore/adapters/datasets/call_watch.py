@@ -20,6 +20,7 @@ import pyarrow as pa
 from datasets.formatting.formatting import LazyDict
 
 from castore.adapters.datasets.operator_state import OperatorState
+from castore.system.job_rank import job_rank
 
 # Seconds of a function's work that tell how long a block will take.
 _TELLING_SECONDS = 0.5
@@ -27,6 +28,8 @@ _TELLING_SECONDS = 0.5
 _MOST_CALLS = 1000
 # After so many calls a function that takes less than that part of the time that is slow counts as quick.
 _QUICK_CALLS, _QUICK = 8, 1 / 20
+#: The end of the note that an error of a function gets.
+OF_INPUT = "of the step's input"
 # In the place of a result that is the function's first argument.
 _FIRST_ARGUMENT = object()
 
@@ -131,7 +134,11 @@ class CallWatch:
         call = None if self._early is None else self._early.take(row, rows)
         if call is None:
             began = time.perf_counter()
-            result = function(*arguments, **keywords)
+            try:
+                result = function(*arguments, **keywords)
+            except Exception as error:
+                _name_rows(error, row, rows)
+                raise
             seconds = time.perf_counter() - began
         else:
             result, seconds = _restore(call, arguments), call.seconds
@@ -204,6 +211,14 @@ class CallWatched:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function, and show the call to the watch."""
         return self._watch.call(self._function, arguments, keywords)
+
+
+def _name_rows(error: Exception, row: int, rows: int) -> None:
+    """Note the rows of a call that failed, where Python has notes (3.11) and their numbers are known."""
+    _, ranks = job_rank()  # a rank that leaves blocks to others counts its own rows alone
+    if ranks == 1 and hasattr(error, "add_note"):
+        which = f"row {row:,}" if rows == 1 else f"rows {row:,} to {row + rows - 1:,}"
+        error.add_note(f"in {which} {OF_INPUT}")
 
 
 def _rows_in(arguments: tuple[Any, ...], at_once: int) -> int:

@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -964,6 +965,37 @@ def test_blocks_before_a_row_that_fails_are_kept(store: Store) -> None:
         with pytest.raises(ZeroDivisionError):
             cached_map(data, fails_late, store=store, **SMALL)
         assert 0 < ran.rows <= 60
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("num_proc", [None, 2])
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("map", {}, "in row 130 of"),
+        ("filter", {}, "in row 130 of"),
+        ("map", {"with_indices": True}, "in row 130 of"),
+        ("map", {"batched": True, "batch_size": 8}, "in rows 128 to 135 of"),
+        ("map", {"batched": True, "batch_size": 8, "rowwise": True}, "in rows 1"),
+        ("refused", {}, "in row 130 of"),
+    ],
+)
+def test_an_error_has_a_note_of_its_row(
+    kind: str, given: dict[str, Any], words: str, num_proc: int | None, store: Store
+) -> None:
+    def fails(sample: Any, *_: int) -> Any:
+        if 130 in (sample["number"] if isinstance(sample["number"], list) else [sample["number"]]):
+            raise _ApiError(429, "slow down") if kind == "refused" else ValueError("slow down")
+        return True if kind == "filter" else {"twice": sample["number"]}
+
+    data = datasets.Dataset.from_dict({"number": list(range(COUNT)), "pad": ["pad"] * COUNT})
+    step = cached_filter if kind == "filter" else cached_map
+    for _ in range(2):
+        with pytest.raises((ValueError, _ApiError, RuntimeError), match="slow down") as caught:
+            step(data, fails, store=store, num_proc=num_proc, **given)
+        [note] = getattr(caught.value, "__notes__", [])
+        assert note.startswith(words)
+        assert note.endswith("of the step's input")
 
 
 def large_rows(count: int, first: int = 0) -> datasets.Dataset:
