@@ -62,9 +62,7 @@ class Mappings:
             with open("/proc/self/maps", "rb", buffering=0) as file:
                 try:
                     found = _ask(file.fileno(), address)
-                except OSError as error:
-                    if error.errno not in (errno.ENOTTY, errno.ENAMETOOLONG):
-                        raise
+                except OSError:
                     self._all = [_parse(line) for line in file.readall().splitlines()]
                 else:
                     return found if found is not None and found.inode else None
