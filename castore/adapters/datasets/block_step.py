@@ -14,7 +14,7 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,6 +271,12 @@ def run_block(
             f"the results of some rows do not fit those before ({error}), and what `datasets` makes of that "
             "depends on all rows; return the same keys for all rows"
         ) from error
+    if step.at_once == 1 and len(watch.keys) > 1:
+        # A further key is dropped, or is an error, by the first of the rows that `datasets` writes at once.
+        raise NotInBlocksError(
+            f"the function returns the key {_rare_key(watch.keys)!r} for some rows only, and what `datasets` "
+            "makes of that depends on all rows; return it for all rows"
+        )
     made = _features_of(result, block)
     if features is not None and (made == UNCHANGED) != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)
@@ -286,6 +292,12 @@ def run_block(
         frozenset(watch.keys),
         step.state.has_changed(),
     )
+
+
+def _rare_key(keys: Collection[tuple[str, ...]]) -> str:
+    """A key that some of several sets of keys lack."""
+    every = {key for one in keys for key in one}
+    return min(key for key in every if not all(key in one for one in keys))
 
 
 def _as_dataset(step: BlockStep, rows: pa.Table, digits: str) -> datasets.Dataset:
