@@ -1230,17 +1230,14 @@ def test_a_key_that_a_row_behind_the_first_block_adds_gives_what_datasets_gives(
 
 
 @pytest.mark.filterwarnings("ignore:.*ran as one piece.*the key 'note':castore.errors.CacheWarning")
-@pytest.mark.parametrize("num_proc", [None, 2])
 @pytest.mark.parametrize("at", [40, 41, 60, 99])
-def test_a_key_of_one_row_alone_gives_what_datasets_gives(
-    at: int, num_proc: int | None, store: Store
-) -> None:
+def test_a_key_of_one_row_alone_gives_what_datasets_gives(at: int, store: Store) -> None:
     """Rows 40 and 60 are the first of those that are written at once, where it is an error."""
     global rare_key_at
     data, rare_key_at = large_rows(100), at
     plain = outcome(lambda: told(data.map(rare_key, **SMALL)))
     assert (plain is KeyError) == (at in (40, 60))
-    assert outcome(lambda: told(cached_map(data, rare_key, store=store, num_proc=num_proc, **SMALL))) == plain
+    assert outcome(lambda: told(cached_map(data, rare_key, store=store, **SMALL))) == plain
 
 
 class Lacking(list[int]):
