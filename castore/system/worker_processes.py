@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -31,6 +32,15 @@ class _ThreadState(threading.local):
 
 
 _thread_state = _ThreadState()
+
+
+def allowed(wanted: int | None) -> int:
+    """How many processes may share some work: the number wanted, at least this one.
+
+    1 in a daemonic process, such as a worker of `multiprocessing.Pool` or of a `DataLoader`: it may have no
+    children.
+    """
+    return 1 if multiprocessing.current_process().daemon else wanted or 1
 
 
 @contextlib.contextmanager

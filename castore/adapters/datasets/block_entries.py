@@ -19,6 +19,7 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
 from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.operator_state import Loaded
 from castore.adapters.datasets.tables import row_batches, split_off_first_rows
 from castore.errors import FullError, NotFoundError, TooLargeError
 from castore.records import LOST, Entry
@@ -43,6 +44,7 @@ class BlockResult(NamedTuple):
         features: the features of the result, in JSON: their order counts; "null" if they are the block's.
         size, stored: bytes of the file, uncompressed and in the store.
         reused: whether it was there before.
+        loaded: the objects that its operator had loaded; see `operator_state`.
         rows_reused, seconds_saved: of a result that was not, rows of parts that were, and their time.
         seconds: time that the operator took for it; 0 where that is not known.
         when: seconds since the epoch at which it was kept.
@@ -60,6 +62,7 @@ class BlockResult(NamedTuple):
     seconds: float = 0.0
     when: float = 0.0
     names_files: bool = False
+    loaded: Loaded = frozenset()
     rows_reused: int = 0
     seconds_saved: float = 0.0
 
@@ -103,6 +106,7 @@ def _result(key: str, entry: Entry, reused: bool) -> BlockResult:
         about.get("seconds", 0.0),
         entry.created,
         about.get("names_files", False),
+        frozenset(map(tuple, about.get("loaded", ()))),
     )
 
 
@@ -147,6 +151,7 @@ def put_result(
     seconds: float = 0.0,
     *,
     names_files: bool = False,
+    loaded: Loaded = frozenset(),
 ) -> BlockResult:
     """Keep the result of a block, with the seconds that the operator took for it.
 
@@ -166,6 +171,7 @@ def put_result(
                 "features": features,
                 "seconds": round(seconds, 6),
                 **({"names_files": True} if names_files else {}),
+                **({"loaded": sorted(loaded)} if loaded else {}),
             },
         )
     except (FullError, TooLargeError) as error:

@@ -58,6 +58,7 @@ from castore.adapters.datasets.call_watch import TooSlowError
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import file_states
+from castore.adapters.datasets.operator_state import differ
 from castore.errors import CacheWarning
 from castore.store import Store
 
@@ -322,16 +323,25 @@ class BlockMaker:
             )
         return self.remembers
 
-    def look_at_end(self) -> None:
-        """Find out whether the operator has begun to remember rows in its last blocks.
+    def look_at_end(self, results: Sequence[BlockResult]) -> None:
+        """Find out whether the operator has begun to remember rows in its last blocks, or has loaded objects
+        that it made from rows.
 
         Raises:
-            RemembersError: it has, in other processes.
+            BeginsAnewError: it has loaded such objects.
+            RemembersError: it remembers rows, in other processes.
         """
         if self._workers is None:
             self.find_memory()
         elif self.made and self._workers.find_memory():
             self._refuse_memory()
+        if not self.remembers and differ(result.loaded for result in results):
+            if self._workers is not None or not self.made:
+                self._refuse_memory()
+            self.remembers = True
+            raise BeginsAnewError(
+                "an object that it makes at its first call depends on the rows of that call"
+            )
 
     def require_no_memory(self) -> None:
         """Check that rows may run once more.
@@ -558,6 +568,7 @@ class BlockMaker:
                 self._options,
                 written.seconds,
                 names_files=written.names_files,
+                loaded=written.loaded,
             )
             if job.again is not None and written.rows:
                 other = job.again(written.features)

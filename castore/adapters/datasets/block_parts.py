@@ -360,6 +360,7 @@ def _written(found: dict[str, Any], file: str) -> Written:
         found["names_files"],
         found["seconds_a_row"],
         frozenset(map(tuple, found["keys"])),
+        loaded=frozenset(map(tuple, found.get("loaded", ()))),
     )
 
 
@@ -372,6 +373,7 @@ def _about(written: Written, start: int) -> dict[str, Any]:
         "names_files": written.names_files,
         "seconds_a_row": written.seconds_a_row,
         "keys": sorted(written.keys),
+        "loaded": sorted(written.loaded),
     }
 
 
@@ -439,7 +441,9 @@ class Joined:
         rows = datasets.Dataset(InMemoryTable(pa.concat_tables(tables)), info=info, fingerprint="joined")
         seconds = sum(part.seconds for part in self._made)
         names_files = any(part.names_files for part in self._made)
-        return Written(write_result(rows, str(file)), len(rows), self.features, seconds, names_files)
+        loaded = frozenset[tuple[str, str]]().union(*(part.loaded for part in self._made))
+        path = write_result(rows, str(file))
+        return Written(path, len(rows), self.features, seconds, names_files, loaded=loaded)
 
 
 def _read_file(path: str) -> pa.Table:

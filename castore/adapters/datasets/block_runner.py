@@ -39,6 +39,7 @@ from castore.adapters.datasets.block_claims import BlockClaims, Claim
 from castore.adapters.datasets.block_entries import (
     BlockResult,
     NotInBlocksError,
+    RemembersError,
     find_result,
     name_again,
 )
@@ -65,12 +66,15 @@ from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
 from castore.adapters.mapped_check import note_new
-from castore.errors import InvalidValueError
+from castore.errors import FullError, InvalidValueError, TooLargeError
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.job_rank import job_rank
 
-_VERSION = 1
+#: The folder of notes about operators that remember rows.
+MEMORY_FOLDER = ".datasets/memory"
+_MEMORY_SECONDS = 30 * 86400.0
+_VERSION = 2
 # Blocks whose results are fetched ahead, if nodes share them.
 _BLOCKS_AHEAD = 4
 # Why an operator that remembers rows would have to see some twice.
@@ -178,8 +182,12 @@ class BlockRun:
             try:
                 results = self._make_all(maker)
             except BeginsAnewError as error:
+                note_memory(self._store, step)
                 why = str(error) or str(error.__context__ or "") or "blocks that it has begun are of no use"
                 raise _begins_anew(step, why) from error
+            except RemembersError:
+                note_memory(self._store, step)
+                raise
             finally:
                 self.remembers = maker.remembers
                 if maker.remembers:
@@ -198,7 +206,7 @@ class BlockRun:
                     results = self._try_all(maker)
                     if results is None:  # another run has ended without a block that it had claimed
                         maker.require_no_memory()
-                maker.look_at_end()
+                maker.look_at_end(results)
                 return results
             maker.settle()
         raise NotInBlocksError("files that its rows name change while it runs")
@@ -465,6 +473,21 @@ class BlockRun:
         """The features of the step's result, from the results of some of its blocks, at least one."""
         features = features_of(results)
         return self._step.dataset.features.copy() if features == UNCHANGED else parse_features(features)
+
+
+def note_memory(store: Store, step: BlockStep) -> None:
+    """Note that a step's operator remembers rows in a way that blocks cannot follow: see `has_memory`."""
+    with contextlib.suppress(FullError, TooLargeError):  # the next run finds out again
+        store.put(_memory_name(step), b"", ttl=_MEMORY_SECONDS)
+
+
+def has_memory(store: Store, step: BlockStep) -> bool:
+    """Whether an earlier run has found that a step's operator has to see all rows in one pass."""
+    return store.entry(_memory_name(step)) is not None
+
+
+def _memory_name(step: BlockStep) -> str:
+    return f"{MEMORY_FOLDER}/{key({'version': _VERSION, 'step': step.counted})}"
 
 
 def require_no_memory(step: BlockStep, why: str) -> None:

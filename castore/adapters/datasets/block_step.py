@@ -28,7 +28,7 @@ from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
-from castore.adapters.datasets.operator_state import OperatorState
+from castore.adapters.datasets.operator_state import Loaded, OperatorState
 from castore.adapters.datasets.tables import rows_name_files
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
@@ -178,6 +178,7 @@ class Written(NamedTuple):
         seconds_a_row: the time that the function alone took; None where that is not known.
         keys: the keys of the dicts that the function returned: all different sets of them, each in order.
         remembers: whether the operator was seen to remember rows.
+        loaded: the objects that its operator had loaded.
     """
 
     path: str
@@ -188,6 +189,7 @@ class Written(NamedTuple):
     seconds_a_row: float | None = None
     keys: frozenset[tuple[str, ...]] = frozenset()
     remembers: bool = False
+    loaded: Loaded = frozenset()
 
 
 def parse_features(features: str) -> datasets.Features:
@@ -282,6 +284,7 @@ def run_block(
         raise NotInBlocksError(MIXED_ANSWERS)
     path = write_result(result, str(file))
     seconds, names_files = time.perf_counter() - began, rows_name_files(result)
+    remembers = step.state.has_changed()
     return Written(
         path,
         len(result),
@@ -290,7 +293,8 @@ def run_block(
         names_files,
         watch.seconds_a_row(),
         frozenset(watch.keys),
-        step.state.has_changed(),
+        remembers,
+        step.state.loaded,
     )
 
 

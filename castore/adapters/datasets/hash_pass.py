@@ -17,7 +17,7 @@ import datasets
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
-from castore.adapters.datasets.block_entries import BLOCKS_FOLDER, BlockResult, NotInBlocksError
+from castore.adapters.datasets.block_entries import BlockResult, NotInBlocksError
 from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_features
 from castore.adapters.datasets.call_watch import EarlyCalls
@@ -138,7 +138,9 @@ def _joined(store: Store, dataset: datasets.Dataset, results: Sequence[BlockResu
     """The rows of each block, with their hashes."""
     rows, first = dataset.with_format("arrow", columns=dataset.column_names), 0
     for result in results:
-        data = store.get(f"{BLOCKS_FOLDER}/{result.key}")
+        # By digest: nobody finds the results of an operator that remembers rows by their keys.
+        blob = store.blob(result.digest)
+        data = None if blob is None else store.get_blob(blob)
         if data is None:
             raise NotInBlocksError("gc has taken some of its hashes; make room, or set a larger max_size")
         table, hashes = rows[first : first + result.rows_in], table_in_memory(data).table

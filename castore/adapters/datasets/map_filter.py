@@ -34,6 +34,7 @@ from castore.adapters.datasets.tables import fingerprint_of_key
 from castore.errors import InvalidValueError
 from castore.objects.codecs import check_codec
 from castore.store import Store
+from castore.system.worker_processes import allowed
 
 # Arguments that decide where and how the work is done, not its result.
 _IGNORED_ARGUMENTS = {
@@ -215,7 +216,7 @@ def _in_blocks(
         rowwise: as for `cached_map`.
         is_named: whether the caller has said what identifies the function.
     """
-    num_proc = arguments["num_proc"] or 1
+    num_proc = allowed(arguments["num_proc"])
     is_batched, size = arguments["batched"], arguments["batch_size"]
     if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset, small=True):
         return None

@@ -23,7 +23,7 @@ from castore.adapters.datasets import dataset_entries, disk_space, scratch, step
 from castore.adapters.datasets.background import pending_puts
 from castore.adapters.datasets.blame import Blame, Passed, trace
 from castore.adapters.datasets.block_entries import NotInBlocksError, RemembersError
-from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once, require_no_memory
+from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once, has_memory, require_no_memory
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
 from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.checkpoint import Checkpoint
@@ -58,6 +58,7 @@ from castore.keys.encoder import fingerprint as fingerprint_of
 from castore.objects.codecs import check_codec
 from castore.store import Store
 from castore.system.job_rank import as_rank, check_shard
+from castore.system.worker_processes import allowed
 
 # The field of a step's record that tells of files which rows of its input name.
 _FILES = "files"
@@ -462,6 +463,8 @@ class _Run:
             blocks = self.hashes_in_blocks(planned)
             if blocks is None:
                 return in_one_pass(file, watch, in_order=in_order)
+            if has_memory(self._store, blocks):
+                return in_one_pass(file, watch, in_order=True)
             self._files.add(file)
             try:
                 self._hashed = compute_hashes(
@@ -483,7 +486,8 @@ class _Run:
     def hashes_in_blocks(self, planned: PlannedStep) -> BlockStep | None:
         """The hashes of a deduplicator over the present dataset, block by block; None if that cannot be."""
         step, dataset = planned.step, self._dataset
-        if step.kind != "deduplicate" or not can_cut(dataset, small=self._store.is_shared):
+        num_proc = allowed(self._pipeline.num_proc)
+        if step.kind != "deduplicate" or not can_cut(dataset, small=self._store.is_shared or num_proc > 1):
             return None
         counted = without_unread(step.operator, METHOD_OF_HASHES)
         description = planned.description if counted is step.operator else describe(counted, step.name)
@@ -491,7 +495,7 @@ class _Run:
             step,
             dataset,
             description.fingerprint,
-            num_proc=self._pipeline.num_proc or 1,
+            num_proc=num_proc,
             on_rows=self._meter.make_counter(planned.number, len(dataset)),
             title=step.name,
         )
@@ -535,7 +539,7 @@ class _Run:
             keeps_columns=is_filter,
             at_once=step.rows_at_once(),
             is_awaited=step.is_awaited(),
-            num_proc=self._pipeline.num_proc or 1,
+            num_proc=allowed(self._pipeline.num_proc),
             on_rows=on_rows,
             title=step.name,
         )
@@ -581,7 +585,7 @@ class _Run:
                 rows_in=rows,
                 temp_dir=pipeline.temp_dir,
                 blocks=self.in_blocks(step, small=True),
-                only_if_slow=self.in_blocks(step) is None and (pipeline.num_proc or 1) == 1,
+                only_if_slow=self.in_blocks(step) is None and allowed(pipeline.num_proc) == 1,
                 info=info,
             )
             outcome = run(fresh=step is again)

@@ -36,7 +36,7 @@ from castore import layout
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
 from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError, RemembersError
-from castore.adapters.datasets.block_runner import BlockRun, features_of, require_no_memory
+from castore.adapters.datasets.block_runner import BlockRun, features_of, has_memory, require_no_memory
 from castore.adapters.datasets.block_step import BlockStep, watch_whole
 from castore.adapters.datasets.call_watch import CallWatch, TooSlowError
 from castore.adapters.datasets.mapped_files import store_locks
@@ -64,6 +64,8 @@ from castore.system.sql_errors import is_full
 STEPS_FOLDER = "steps"
 #: In a step's record: its operator remembers rows that it has seen.
 REMEMBERS = "remembers"
+# Why an operator sees all rows in one pass from the start.
+AGAIN = "the function remembers rows that it has seen, as an earlier run has found"
 _VERSION = 1
 # Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
@@ -236,6 +238,8 @@ def run_or_load(
     state = None if blocks is None else blocks.state
     as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info, state)
     why, seconds_a_row, in_order = "", None, False
+    if blocks is not None and has_memory(store, blocks):
+        blocks, why, in_order = None, AGAIN, True
     if blocks is not None and only_if_slow:
         try:
             return as_one(partial(make, watch=watch_whole(blocks)))
