@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -167,7 +168,28 @@ def _vectorized(encoder: Encoder, value: Any) -> Iterator[Any]:
 # --- compiled code ------------------------------------------------------------------------------------------
 
 
+# The versions that numba has compiled of a function, and a digest of all that the function referred to when
+# they were first seen.
+_seen_compiled: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], bytes]] = weakref.WeakKeyDictionary()
+
+
+def _require_as_compiled(encoder: Encoder, dispatcher: Any) -> None:
+    """Refuse a function of numba that was compiled with other values of its globals than they have now."""
+    compiled = tuple(map(id, dispatcher.overloads.values()))
+    if not compiled:
+        return
+    now = compiled, blake3(encoder.beside().part(dispatcher.py_func)).digest()
+    seen = _seen_compiled.setdefault(dispatcher, now)
+    if seen[1] != now[1] and not set(seen[0]).isdisjoint(compiled):
+        raise UnencodableError(
+            f"cannot hash {dispatcher.py_func.__qualname__!r}, which numba has compiled with other values "
+            "than those that it refers to now; define it anew, or call its recompile()"
+        )
+    _seen_compiled[dispatcher] = now
+
+
 def _jitted(encoder: Encoder, value: Any) -> Iterator[Any]:
+    _require_as_compiled(encoder, value)
     # numba stores with a function a uuid and the versions compiled so far; these do not count.
     yield from (
         "numba",
@@ -178,6 +200,8 @@ def _jitted(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 def _universal(encoder: Encoder, value: Any) -> Iterator[Any]:
     maker = getattr(value, "_dispatcher", None) or value.gufunc_builder
+    if hasattr(maker, "overloads"):
+        _require_as_compiled(encoder, maker)
     options = {**getattr(value, "targetoptions", {})}
     # Types that were compiled on creation. Later calls add more types, and do not change results.
     types = tuple(value.types) if getattr(value, "_frozen", False) else ()
@@ -218,12 +242,10 @@ def _callback(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 
 def _scripted(encoder: Encoder, value: Any) -> Iterator[Any]:
-    # The Python function if it is known: the compiled code does not contain the functions that it calls.
+    # The Python function too, if it is known: the compiled code does not contain the functions that it calls.
+    # And the code, which has the values of its globals when it was traced.
     known = vars(value).get("_torchdynamo_inline")
-    if known is not None:
-        yield from ("script", encoder.part(known))
-        return
-    yield from ("script", *_archive_of(encoder, value))
+    yield from ("script", None if known is None else encoder.part(known), *_archive_of(encoder, value))
 
 
 def scripted_module(encoder: Encoder, value: Any, without: frozenset[str] = frozenset()) -> Iterator[Any]:

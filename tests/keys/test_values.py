@@ -136,6 +136,46 @@ def test_another_function_below_a_compiler_is_another_one(compiler: str) -> None
     assert operator_fingerprint(compile_(_plus_one)) == operator_fingerprint(compile_(_plus_one))
 
 
+_scale = 2.0
+
+
+def _scaled(x: Any) -> Any:
+    return x * _scale
+
+
+def test_a_trace_counts_by_the_values_that_it_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: its key was that of the function, whose globals may be others by now."""
+    before = fingerprinted.tracer(_scaled, torch.ones(1))
+    monkeypatch.setitem(globals(), "_scale", 5.0)
+    after = fingerprinted.tracer(_scaled, torch.ones(1))
+    assert operator_fingerprint(before) != operator_fingerprint(after)
+    assert operator_fingerprint(after) == operator_fingerprint(fingerprinted.tracer(_scaled, torch.ones(1)))
+
+
+def _times(x: float) -> float:
+    return x * _scale
+
+
+@pytest.mark.parametrize("compiler", ["njit", "vectorize"])
+def test_a_function_that_numba_has_compiled_with_other_values_is_refused(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: numba keeps the values that globals had, and the key had their present ones."""
+    compile_ = getattr(fingerprinted.numba, compiler)
+    compiled = compile_(_times)
+    before = operator_fingerprint(compiled)
+    assert compiled(3.0) == 6.0
+    assert operator_fingerprint(compiled) == before
+    monkeypatch.setitem(globals(), "_scale", 5.0)
+    with pytest.raises(UnhashableError, match=r"'_times', which numba has compiled with other values"):
+        operator_fingerprint(compiled)
+    after = compile_(_times)
+    assert operator_fingerprint(after) != before
+    assert after(3.0) == 15.0
+    monkeypatch.setitem(globals(), "_scale", 2.0)
+    assert operator_fingerprint(compiled) == before
+
+
 def _sum_to(x: int) -> int:
     return x + (_compiled_sum_to(x - 1) if x else 0)
 

@@ -28,12 +28,12 @@ from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
 from castore.adapters.datasets.named_files import file_states, may_name_files
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
-from castore.adapters.datasets.replaced_files import Mappings
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files, tables_that_name_files
 from castore.errors import InvalidValueError
 from castore.keys.encoder import AnyOrder, Encoder, fingerprint
 from castore.store import Store
+from castore.system.mappings import Mappings
 
 # Rows of a selection that are looked at together.
 _ROWS = 1000

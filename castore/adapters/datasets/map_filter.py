@@ -191,6 +191,7 @@ def _run_cached(
         blocks=blocks,
         only_if_slow=is_small and blocks is not None and blocks.num_proc == 1,
         info=dataset.info,
+        files=step_runner.InputFiles(dataset),
     )
     return step_runner.without_large_file(store, step, outcome, dataset.info).dataset
 

@@ -413,6 +413,7 @@ class _Run:
         self._dataset = dataset
         self._meter = meter
         self._files: set[Path] = set()
+        self._input_files = step_runner.InputFiles(dataset)
         #: The state of the files that the input's rows name; None while nobody needs it.
         self._named: set[tuple[Any, ...]] | None = None
         #: The hashes of the deduplicator that ran last, if they came block by block.
@@ -587,6 +588,7 @@ class _Run:
                 blocks=self.in_blocks(step, small=True),
                 only_if_slow=self.in_blocks(step) is None and allowed(pipeline.num_proc) == 1,
                 info=info,
+                files=self._input_files,
             )
             outcome = run(fresh=step is again)
             if outcome.hit and self._must_remember(planned, step.number + 1, outcome) is not None:

@@ -1,74 +1,22 @@
 """Finds mapped tables whose path leads to another file by now: the bytes there are not the table's rows.
 
-A dataset that was loaded from a file shows that file's rows until the program ends. Meanwhile another file
-may be written in its place, or its folder may be moved away and another one put there. A reader of the path
-must not take the new file for those rows. The kernel knows the file behind each mapping, by number and by
-path.
-
-Cannot see that a file was changed in place.
+A dataset that was loaded from a file shows that file's rows until the program ends, whatever happens to its
+folder. Cannot see that a file was changed in place.
 """
 
 from __future__ import annotations
 
-import array
-import errno
-import fcntl
-import os
-import struct
-from bisect import bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pyarrow as pa
 
-# PROCMAP_QUERY of Linux 6.11 asks for one mapping. All of them as text are read in a millisecond.
-_QUERY, _CODE = struct.Struct("=9Q4I2Q"), 0xC0686611
-_LONGEST_PATH = 4096 + 16
+from castore.system.mappings import Mappings
 
 
-class _Mapping(NamedTuple):
-    """A mapping: its addresses, and the device, the number and the path of its file."""
-
-    start: int
-    end: int
-    device: int
-    inode: int
-    path: bytes
-
-
-class Mappings:
-    """The mappings of this process."""
-
-    def __init__(self) -> None:
-        #: All of them, by address, where the kernel cannot be asked for one.
-        self._all: list[_Mapping] | None = None
-
-    def show(self, table: pa.Table, path: str) -> bool:
-        """Whether a table's rows are those of the file that lies at a path now."""
-        mapping = next(filter(None, map(self._find, _addresses(table))), None)
-        if mapping is None:
-            return False
-        try:
-            state = os.stat(path)
-        except OSError:
-            return False
-        # Overlays and Btrfs number their files otherwise in mappings. Their paths are true.
-        is_same = (mapping.device, mapping.inode) == (state.st_dev, state.st_ino)
-        return is_same or mapping.path == os.fsencode(os.path.realpath(path))
-
-    def _find(self, address: int) -> _Mapping | None:
-        """The mapping of a file at an address."""
-        if self._all is None:
-            with open("/proc/self/maps", "rb", buffering=0) as file:
-                try:
-                    found = _ask(file.fileno(), address)
-                except OSError:
-                    self._all = [_parse(line) for line in file.readall().splitlines()]
-                else:
-                    return found if found is not None and found.inode else None
-        place = bisect_right(self._all, address, key=lambda mapping: mapping.start) - 1
-        found = self._all[place] if place >= 0 else None
-        return found if found is not None and address < found.end and found.inode else None
+def is_in_place(table: pa.Table, path: str, mappings: Mappings) -> bool:
+    """Whether a table's rows are those of the file that lies at a path now."""
+    mapping = next(filter(None, map(mappings.find, _addresses(table))), None)
+    return mapping is not None and mapping.is_at(path)
 
 
 def _addresses(table: pa.Table) -> Iterator[int]:
@@ -76,34 +24,3 @@ def _addresses(table: pa.Table) -> Iterator[int]:
     for column in table.columns:
         for chunk in column.chunks:
             yield from (buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size)
-
-
-def _ask(maps: int, address: int) -> _Mapping | None:
-    """The mapping at an address, from the kernel; None if there is none.
-
-    Raises:
-        OSError: the kernel does not know the question.
-    """
-    path = array.array("B", bytes(_LONGEST_PATH))
-    question = bytearray(_QUERY.size)
-    _QUERY.pack_into(
-        question, 0, _QUERY.size, 0, address, *[0] * 8, _LONGEST_PATH, 0, path.buffer_info()[0], 0
-    )
-    try:
-        fcntl.ioctl(maps, _CODE, question)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            return None
-        raise
-    _, _, _, start, end, _, _, _, inode, major, minor, length, *_ = _QUERY.unpack(question)
-    return _Mapping(start, end, os.makedev(major, minor), inode, path.tobytes()[: max(0, length - 1)])
-
-
-def _parse(line: bytes) -> _Mapping:
-    """A line of ``/proc/self/maps``."""
-    addresses, _, _, device, inode, *path = line.split(maxsplit=5)
-    start, end = (int(address, 16) for address in addresses.split(b"-"))
-    major, minor = (int(part, 16) for part in device.split(b":"))
-    # The kernel writes a line break in a path as an octal number.
-    name = b"".join(path).replace(b"\\012", b"\n")
-    return _Mapping(start, end, os.makedev(major, minor), int(inode), name)

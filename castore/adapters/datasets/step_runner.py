@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError, R
 from castore.adapters.datasets.block_runner import BlockRun, features_of, has_memory, require_no_memory
 from castore.adapters.datasets.block_step import BlockStep, watch_whole
 from castore.adapters.datasets.call_watch import CallWatch, TooSlowError
+from castore.adapters.datasets.dataset_fingerprint import files_named
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import own_copy, private_copy
@@ -66,6 +68,8 @@ STEPS_FOLDER = "steps"
 REMEMBERS = "remembers"
 # Why an operator sees all rows in one pass from the start.
 AGAIN = "the function remembers rows that it has seen, as an earlier run has found"
+# A step whose input's files have changed while it ran, and the seconds after which gc removes its folder.
+_UNKEPT, _UNKEPT_SECONDS = "unkept", 86400.0
 _VERSION = 1
 # Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
 _ATTEMPTS = 3
@@ -119,6 +123,40 @@ def store_or_default(given: Store | None) -> Store:
             f"store must be a castore.Store, not {type(given).__name__}: pass store=Store({given!r})"
         )
     return Store() if given is None else given
+
+
+class InputFiles:
+    """The files that rows of an input name, as they were when the first step over it began.
+
+    Args:
+        source: the input; None for none.
+    """
+
+    def __init__(self, source: datasets.Dataset | None) -> None:
+        self._source = source
+        self._states: list[list[Any]] | None = None
+
+    def begin(self) -> None:
+        """Take note of their states, the first time."""
+        if self._states is None:
+            self._states = [] if self._source is None else files_named(self._source)
+
+    def have_changed(self) -> bool:
+        """Whether they are others now: then no result may be kept under a key that has the states before."""
+        return bool(self._states) and files_named(self._source) != self._states
+
+
+def _random_digits() -> str:
+    return (uuid.uuid4().hex + uuid.uuid4().hex)[:40]
+
+
+def _warn_of_files(name: str) -> None:
+    warnings.warn(
+        f"the result of the step {name!r} is not kept: files that rows of the input name have changed "
+        "while it ran",
+        CacheWarning,
+        stacklevel=6,
+    )
 
 
 def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parameters: Any = None) -> str:
@@ -210,6 +248,7 @@ def run_or_load(
     blocks: BlockStep | None = None,
     only_if_slow: bool = False,
     info: datasets.DatasetInfo | None = None,
+    files: InputFiles | None = None,
 ) -> StepOutcome:
     """The result of a step: kept, computed by another process, or computed now and stored in the background.
 
@@ -224,6 +263,7 @@ def run_or_load(
         blocks: the step as one that runs block by block; None if it cannot.
         only_if_slow: run block by block only once it has turned out to take long.
         info: the description of the input; None where it is not known.
+        files: that rows of the input name, whose state is in ``name``; None for none.
 
     Raises:
         Exception: an exception of ``make``; nothing is kept then, but for blocks that were finished.
@@ -235,8 +275,9 @@ def run_or_load(
         found.size.result()
     if not fresh and (hit := load_step(store, name, info)) is not None:
         return hit
-    state = None if blocks is None else blocks.state
-    as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info, state)
+    state, files = None if blocks is None else blocks.state, files or InputFiles(None)
+    files.begin()
+    as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info, state, files)
     why, seconds_a_row, in_order = "", None, False
     if blocks is not None and has_memory(store, blocks):
         blocks, why, in_order = None, AGAIN, True
@@ -249,7 +290,7 @@ def run_or_load(
         run = BlockRun(store, blocks, options, temp_dir, fresh=fresh, seconds_a_row=seconds_a_row)
         try:
             with _explain_full(store.path / layout.WORK if temp_dir is None else Path(temp_dir)):
-                return _run_in_blocks(store, name, run, record, info)
+                return _run_in_blocks(store, name, run, record, info, files)
         except NotInBlocksError as error:
             why, in_order = str(error), isinstance(error, RemembersError)
             require_no_memory(blocks, why)
@@ -266,6 +307,7 @@ def _run_as_one(
     fresh: bool,
     info: datasets.DatasetInfo | None,
     state: OperatorState | None,
+    files: InputFiles,
     make: Callable[[Path], datasets.Dataset],
     why: str = "",
 ) -> StepOutcome:
@@ -273,6 +315,7 @@ def _run_as_one(
 
     Args:
         state: of the operator; None where nobody looks.
+        files: of the input.
         why: the reason, for a warning, if the step was to run block by block.
 
     The other arguments are those of `run_or_load`.
@@ -293,6 +336,10 @@ def _run_as_one(
         if info is not None and (own := other_fields(dataset.info, info)):
             record[_OWN_INFO] = sorted({*own, *record.get(_OWN_INFO, ())})
         snapshot = private_copy(dataset)
+        if files.have_changed():
+            _warn_of_files(name)
+            snapshot._fingerprint = fingerprint_of_key(_random_digits())
+            return StepOutcome(snapshot, False, record, known_size(None), file=file)
         lock = stack.pop_all()
     if why:
         warnings.warn(
@@ -316,7 +363,12 @@ def _run_as_one(
 
 
 def _run_in_blocks(
-    store: Store, name: str, run: BlockRun, record: dict[str, Any], info: datasets.DatasetInfo | None
+    store: Store,
+    name: str,
+    run: BlockRun,
+    record: dict[str, Any],
+    info: datasets.DatasetInfo | None,
+    files: InputFiles,
 ) -> StepOutcome:
     """Run a step block by block, and keep it.
 
@@ -342,10 +394,15 @@ def _run_in_blocks(
         measured["features"] = features_of(results)  # a later forecast's guess
         measured |= {REMEMBERS: True} if run.remembers else {}
         saved = sum(result.seconds if result.reused else result.seconds_saved for result in results)
+        options = run.options
+        if files.have_changed():
+            _warn_of_files(name)
+            # The blocks have the states that they were made with. Nobody finds the step, nor what follows it.
+            name, options = step_name(_UNKEPT, _random_digits()), options._replace(ttl=_UNKEPT_SECONDS)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             with store_locks(store).hold(name):
-                dataset_entries.put_parts(store, name, {"": part}, run.options, {**record, **measured})
+                dataset_entries.put_parts(store, name, {"": part}, options, {**record, **measured})
         except NotFoundError:
             continue  # gc took a block meanwhile
         except (FullError, TooLargeError) as error:

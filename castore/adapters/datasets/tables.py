@@ -26,8 +26,9 @@ from datasets.utils.py_utils import asdict
 
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files, names_local_files
-from castore.adapters.datasets.replaced_files import Mappings
+from castore.adapters.datasets.replaced_files import is_in_place
 from castore.errors import SerializationError
+from castore.system.mappings import Mappings
 
 STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 #: The key of castore's own in the state, beside those of `save_to_disk`: the number of rows in the data
@@ -86,7 +87,7 @@ def mapped_blocks(
             if inner is None:
                 return None
             found += inner
-        elif not isinstance(block, MemoryMappedTable) or not mappings.show(block.table, block.path):
+        elif not isinstance(block, MemoryMappedTable) or not is_in_place(block.table, block.path, mappings):
             return None
         elif all(what in allowed for what, *_ in block.replays):
             found.append(block)

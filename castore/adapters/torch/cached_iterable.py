@@ -97,6 +97,9 @@ class CachedIterableDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return self._changes.passing(self._samples(iter(self._data)))
 
+    def __bool__(self) -> bool:
+        return bool(self._data)  # a dataset without a length is true
+
     def __len__(self) -> int:
         return len(self._data)  # type: ignore[arg-type] # an error that says so, if it has no length
 

@@ -39,6 +39,7 @@ from castore.keys.registry import Rules, Table
 from castore.keys.tracing import encode
 from castore.keys.values import random_rows, refuse_random
 from castore.names import check_name
+from castore.system.mappings import Mappings
 
 #: The end of the error of `dataset_key`.
 ADVICE = "; or say what identifies the data with key=..."
@@ -263,6 +264,10 @@ def _mapped(encoder: Encoder, value: Any) -> Iterator[Any]:
         # Else the kernel gives the file no new time when a page is written to that nobody has written back.
         value.flush()
     where = os.path.abspath(value.filename)
+    mapping = Mappings().find(value.ctypes.data)
+    if value.size and (mapping is None or not mapping.is_at(where)):  # another file lies there by now
+        yield from ("mapped", encoder.part(np.asarray(value)))
+        return
     yield from (
         "mapped file",
         where,

@@ -19,11 +19,11 @@ from castore.adapters.datasets import (
     PipelineConfig,
     cached_filter,
     cached_map,
-    replaced_files,
     wait,
 )
 from castore.adapters.datasets.tables import find_whole_files
 from castore.recipes.pipeline_config import CacheStageConfig
+from castore.system import mappings as mappings_module
 from tests.adapters.datasets.owned_job import (
     PLAIN,
     WAYS,
@@ -225,7 +225,7 @@ def tenfold(batch: dict[str, list[int]]) -> dict[str, list[int]]:
 def mappings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's answer about mapped files, of Linux 6.11 and of older ones."""
     if request.param == "read as text":
-        monkeypatch.setattr(replaced_files, "_CODE", 0xC06866FF)  # no kernel knows this one
+        monkeypatch.setattr(mappings_module, "_CODE", 0xC06866FF)  # no kernel knows this one
 
 
 @pytest.mark.usefixtures("mappings")

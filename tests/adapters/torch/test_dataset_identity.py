@@ -465,6 +465,18 @@ def test_mapped_arrays_count_by_file_without_being_read(tmp_path: Path) -> None:
     assert dataset_key(Held(data=np.load(tmp_path / "a.npy", mmap_mode="r"))) != first
 
 
+def test_a_map_of_a_file_that_was_replaced_is_none_of_the_file_in_its_place(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 50)):
+        np.save(tmp_path / f"{name}.npy", np.arange(first, first + 10))
+    old = np.load(tmp_path / "a.npy", mmap_mode="r")
+    before = dataset_key(Held(data=old))
+    (tmp_path / "b.npy").replace(tmp_path / "a.npy")
+    new = np.load(tmp_path / "a.npy", mmap_mode="r")
+    keys = {before, dataset_key(Held(data=old)), dataset_key(Held(data=new))}
+    assert len(keys) == 3
+    assert dataset_key(Held(data=np.load(tmp_path / "a.npy", mmap_mode="r"))) in keys
+
+
 def test_views_of_mapped_arrays_count_by_what_they_show(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(10))
     whole = np.load(tmp_path / "a.npy", mmap_mode="r")
