@@ -194,9 +194,7 @@ def test_a_function_that_changes_its_own_images_runs_in_one_piece_as_in_datasets
     assert found["red"][:] == [number + 100 for number in range(COUNT)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*files that rows of the input name have:castore.errors.CacheWarning"
-)
+@pytest.mark.filterwarnings("ignore:.*files that rows of the input name have:castore.errors.CacheWarning")
 @pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("way", ["calls", "pipeline"])
 def test_what_was_made_of_files_that_came_meanwhile_is_not_taken_for_those_before(
