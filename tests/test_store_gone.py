@@ -11,6 +11,7 @@ import pytest
 from castore import Store, StoreError
 from castore.repair import doctor
 from tests.helpers import noise
+from tests.mount.conftest import until
 
 
 def _create(store: Store) -> None:
@@ -139,3 +140,22 @@ def test_reading_a_store_that_was_moved_damages_no_name(tmp_path: Path) -> None:
 def test_a_missing_file_of_the_user_is_no_missing_store(tmp_path: Path) -> None:
     with Store(tmp_path / "store") as store, pytest.raises(FileNotFoundError, match="no-such-file"):
         store.put_file("a", tmp_path / "no-such-file")
+
+
+def test_bytes_in_memory_are_given_out_for_some_seconds_and_no_longer(tmp_path: Path) -> None:
+    """Regression: they were given out for good, beside errors of all other calls."""
+
+    def is_noticed() -> bool:
+        try:
+            assert store.get("a") == b"1"
+        except StoreError:
+            return True
+        return False
+
+    with Store(tmp_path / "store") as store:
+        store.put("a", b"1")
+        assert not is_noticed()
+        store.path.rename(tmp_path / "moved")
+        until(is_noticed)
+        (tmp_path / "moved").rename(store.path)
+        assert store.get("a") == b"1"

@@ -136,6 +136,7 @@ class BlobSource:
                 usage.counts["memory_hits"] += 1
                 usage.touched[name] = now
                 if not usage.flushed <= now < usage.due:
+                    self._beacon.require_in_place()  # else a store that is gone would answer for ever
                     usage.flush_some()
                 return data
             data = self._recall(name, remembered)
@@ -171,6 +172,7 @@ class BlobSource:
             return None
         usage.touched[name] = now
         if not usage.flushed <= now < usage.due:
+            self._beacon.require_in_place()
             usage.flush_some()
         return data
 

@@ -67,7 +67,7 @@ class OperatorState:
         if self._first is None:
             watch = _Nones()
             self._first = self._take(watch)
-            self._nones, self._next = frozenset(watch.found), 0.0
+            self._nones = frozenset(watch.found)
         self._has_run = True
 
     @property
@@ -84,21 +84,22 @@ class OperatorState:
             now: look, however long that takes, if the operator has run since the last look.
         """
         if self._has_run and not self._has_changed and (now or time.perf_counter() >= self._next):
-            self._has_run = False
+            self._has_run, began = False, time.perf_counter()
             watch = _Loaded(self._nones)
             present = self._take(watch)
             is_other = present != self._first and bool(present or not self._is_named)
             self._has_changed = is_other or not self._are_as_before(watch.objects)
+            took = time.perf_counter() - began
+            pause = (_BETWEEN_QUICK if took <= _QUICK_SECONDS else _BETWEEN) * took
+            self._next = time.perf_counter() + pause
         return self._has_changed
 
     def _are_as_before(self, objects: Mapping[str, Any]) -> bool:
         """Whether objects that have taken the place of None are as they were when they were first seen."""
-        began = time.perf_counter()
         for place, value in objects.items():
             digest = self._digest(value)
             if digest is None or digest != self._loaded.setdefault(place, digest):
                 return False
-        self._next += time.perf_counter() - began
         return True
 
     def _digest(self, value: Any) -> str | None:
@@ -113,15 +114,10 @@ class OperatorState:
 
     def _take(self, watch: Watch) -> bytes:
         """The fingerprint; empty if there is none."""
-        began = time.perf_counter()
         try:
             return blake3(encoded(self._operator, self.name, watch).code).digest()
         except UnhashableError:
             return b""
-        finally:
-            ended = time.perf_counter()
-            took = ended - began
-            self._next = ended + (_BETWEEN_QUICK if took <= _QUICK_SECONDS else _BETWEEN) * took
 
 
 def differ(loaded: Iterable[Loaded]) -> bool:

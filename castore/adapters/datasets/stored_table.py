@@ -44,7 +44,7 @@ _SPARE_FILES = 256
 
 def damage_error(name: str) -> CorruptError:
     """The error for an entry whose bytes are damaged, or gone."""
-    return CorruptError(f"the stored bytes of {name!r} are damaged", where=name)
+    return CorruptError(f"the stored bytes of {name!r} are damaged, or gone", where=name)
 
 
 def load_table(store: Store, name: str, blob: Blob) -> Table:
