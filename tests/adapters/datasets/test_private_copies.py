@@ -228,38 +228,37 @@ def mappings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(mappings_module, "_CODE", 0xC06866FF)  # no kernel knows this one
 
 
-@pytest.mark.usefixtures("mappings")
-@pytest.mark.parametrize("step", [tenfold, None])
-def test_a_file_that_was_replaced_after_it_was_loaded_is_not_taken_for_its_rows(
-    step: Any, store: Store, tmp_path: Path
-) -> None:
-    """The loaded dataset shows the rows of the old file, and the path leads to the new one."""
-    path, cache = tmp_path / "rows.arrow", DatasetCache(store)
-    factor = 1 if step is None else 10
+def a_file_replaced(folder: Path) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """A dataset of ones, and one of twos whose file lies at the path of the ones by now."""
+    path = folder / "rows.arrow"
     write(path, 1)
     old = datasets.Dataset.from_file(str(path))
     write(path, 2)
-    new = datasets.Dataset.from_file(str(path))
-    assert cached_map(old, step, batched=True, store=store)["number"][:2] == [factor] * 2
-    wait()
-    assert cached_map(new, step, batched=True, store=store)["number"][:2] == [2 * factor] * 2
-    cache.put("old", old)
-    assert cache.get("old")["number"][:2] == [1, 1]
+    return old, datasets.Dataset.from_file(str(path))
+
+
+def a_folder_moved(folder: Path) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The same, where the folder of the ones was moved away, and another one put in its place."""
+    place, other = folder / "rows", folder / "other"
+    for made, value in ((place, 1), (other, 2)):
+        datasets.Dataset.from_dict({"number": [value] * 400_000}).save_to_disk(made)
+    old = datasets.load_from_disk(place)
+    place.rename(folder / "aside")
+    other.rename(place)
+    return old, datasets.load_from_disk(place)
 
 
 @pytest.mark.usefixtures("mappings")
 @pytest.mark.parametrize("step", [tenfold, None])
-def test_a_folder_that_was_moved_away_after_it_was_loaded_is_not_taken_for_the_one_in_its_place(
-    step: Any, store: Store, tmp_path: Path
+@pytest.mark.parametrize("exchange", [a_file_replaced, a_folder_moved])
+def test_rows_that_were_loaded_are_not_those_that_lie_at_their_path_by_now(
+    exchange: Callable[[Path], tuple[datasets.Dataset, datasets.Dataset]],
+    step: Any,
+    store: Store,
+    tmp_path: Path,
 ) -> None:
-    folder, other, cache = tmp_path / "rows", tmp_path / "other", DatasetCache(store)
+    (old, new), cache = exchange(tmp_path), DatasetCache(store)
     factor = 1 if step is None else 10
-    for place, value in ((folder, 1), (other, 2)):
-        datasets.Dataset.from_dict({"number": [value] * 400_000}).save_to_disk(place)
-    old = datasets.load_from_disk(folder)
-    folder.rename(tmp_path / "aside")
-    other.rename(folder)
-    new = datasets.load_from_disk(folder)
     assert cached_map(old, step, batched=True, store=store)["number"][:2] == [factor] * 2
     wait()
     assert cached_map(new, step, batched=True, store=store)["number"][:2] == [2 * factor] * 2
