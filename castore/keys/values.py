@@ -171,14 +171,18 @@ def _vectorized(encoder: Encoder, value: Any) -> Iterator[Any]:
 # The versions that numba has compiled of a function, and a digest of all that the function referred to when
 # they were first seen.
 _seen_compiled: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], bytes]] = weakref.WeakKeyDictionary()
+# A mark: the functions further inside were looked at, or will be, for themselves.
+_LOOKED_AT = "compiled"
 
 
 def _require_as_compiled(encoder: Encoder, dispatcher: Any) -> None:
     """Refuse a function of numba that was compiled with other values of its globals than they have now."""
     compiled = tuple(map(id, dispatcher.overloads.values()))
-    if not compiled:
+    if not compiled or _LOOKED_AT in encoder.marks:
         return
-    now = compiled, blake3(encoder.beside().part(dispatcher.py_func)).digest()
+    alone = encoder.beside()
+    alone.marks = encoder.marks | {_LOOKED_AT}
+    now = compiled, blake3(alone.part(dispatcher.py_func)).digest()
     seen = _seen_compiled.setdefault(dispatcher, now)
     if seen[1] != now[1] and not set(seen[0]).isdisjoint(compiled):
         raise UnencodableError(

@@ -235,7 +235,7 @@ def _can_be_read(kind: str, files: Sequence[str], folder: str) -> bool:
     with silence(), tempfile.TemporaryDirectory(dir=folder) as place:
         try:
             read_dataset(kind, files, place)
-        except Exception as error:  # noqa: BLE001 (of a dozen libraries, and of that kind for a reader of all)
+        except Exception as error:  # noqa: BLE001 (of a dozen libraries)
             return tells_no_rows(error)
         return True
 

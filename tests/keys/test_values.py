@@ -38,6 +38,7 @@ from castore import Store, UnhashableError, key
 from castore.adapters.datasets import operator_fingerprint
 from castore.adapters.embeddings.table_identity import encoder_digest
 from castore.adapters.torch import dataset_key
+from castore.keys import values
 from castore.keys.objects import OBJECTS, function_fingerprint
 from castore.keys.tracing import encode
 from tests.adapters.torch.test_dataset_identity import keys_of_pairs
@@ -174,6 +175,26 @@ def test_a_function_that_numba_has_compiled_with_other_values_is_refused(
     assert after(3.0) == 15.0
     monkeypatch.setitem(globals(), "_scale", 2.0)
     assert operator_fingerprint(compiled) == before
+
+
+def test_functions_of_numba_that_call_each_other_are_looked_at_once_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: each look at a function looked at all below it, twice: 255 looks for eight of them."""
+    looks = []
+
+    def noted(encoder: Any, dispatcher: Any) -> None:
+        looks.append(dispatcher)
+        return require(encoder, dispatcher)
+
+    require = values._require_as_compiled
+    monkeypatch.setattr(values, "_require_as_compiled", noted)
+    names: dict[str, Any] = {"njit": fingerprinted.numba.njit}
+    lines = [f"@njit\ndef f{n}(x): return {f'f{n - 1}(x)' if n else 'x'} + {n}\n" for n in range(8)]
+    exec("".join(lines), names)
+    assert names["f7"](1) == 29
+    operator_fingerprint(names["f7"])
+    assert len(looks) <= 8 * 8
 
 
 def _sum_to(x: int) -> int:
