@@ -406,5 +406,5 @@ def refuse_network(path: Path) -> None:
 def filesystem_of(path: Path) -> str:
     """Type of the file system that holds ``path``, as ``/proc/self/mountinfo`` names it."""
     device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    return next((mount.fstype for mount in reversed(mounts()) if mount.device == wanted), "")
+    found = mounts(f"{os.major(device)}:{os.minor(device)}")
+    return found[-1].fstype if found else ""

@@ -67,7 +67,7 @@ _CONTENTS = (
     "SELECT e.name, e.digest, e.serializer, e.metadata FROM entries e JOIN blobs b ON b.digest = e.digest"
     f" WHERE e.name IN (SELECT value FROM json_each(?)) AND (e.expires IS NULL OR e.expires > ?) {_NOT_LOST}"
 )
-_BLOBS = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest > ? ORDER BY digest LIMIT 2000"
+_BLOBS = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest > ? ORDER BY digest"
 _BLOBS_BETWEEN = f"SELECT {BLOB_COLUMNS} FROM blobs WHERE digest BETWEEN ? AND ? AND pack != ? LIMIT ?"
 # Numbers, whatever a damaged row holds: `doctor` counts again.
 _TOTALS = "SELECT {} FROM totals".format(
@@ -268,7 +268,7 @@ class Index:
         low, high = (prefix, prefix + "0") if prefix else ("", _LAST)
         sql = (
             f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND (e.expires IS NULL OR e.expires > ?)"
-            f" AND {LISTED} {'' if damaged else _NOT_LOST} ORDER BY e.name LIMIT 1000"
+            f" AND {LISTED} {'' if damaged else _NOT_LOST} ORDER BY e.name"
         )
         whole = self.entry(prefix) if prefix else None
         if whole is not None and (whole.expires is None or whole.expires > now):
@@ -282,7 +282,7 @@ class Index:
     def own_entries(self, folder: str) -> Iterator[Entry]:
         """The entries below a folder of castore's own names, which no listing shows, read in pages."""
         low, high = below(folder)
-        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? ORDER BY e.name LIMIT 1000"
+        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? ORDER BY e.name"
         for page in self.file.pages(sql, low, high):
             yield from map(_to_entry, page)
 
@@ -322,10 +322,7 @@ class Index:
         the metadata of matching rows only.
         """
         low, high = below(prefix) if prefix else ("", _LAST)
-        sql = (
-            f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND e.metadata LIKE ? AND {LISTED}"
-            " ORDER BY e.name LIMIT 1000"
-        )
+        sql = f"{_ENTRY} WHERE e.name > ? AND e.name < ? AND e.metadata LIKE ? AND {LISTED} ORDER BY e.name"
         for page in self.file.pages(sql, low, high, f'%"{key}": %'):
             yield from map(_to_entry, page)
 
@@ -337,7 +334,7 @@ class Index:
         self.beacon.require_in_place()
         sql = (
             "SELECT e.name FROM entries e JOIN blobs b ON b.digest = e.digest WHERE e.name > ?"
-            f" AND (e.expires IS NULL OR e.expires > ?) AND {LISTED} {_NOT_LOST} ORDER BY e.name LIMIT 2000"
+            f" AND (e.expires IS NULL OR e.expires > ?) AND {LISTED} {_NOT_LOST} ORDER BY e.name"
         )
         for page in self.file.pages(sql, "", now):
             yield from (name for (name,) in page)
@@ -484,7 +481,7 @@ class Index:
     def _name_records(self) -> Iterator[bytes]:
         sql = (
             "SELECT name, digest, serializer, metadata, created, expires, pinned, checked FROM entries"
-            " WHERE name > ? ORDER BY name LIMIT 2000"
+            " WHERE name > ? ORDER BY name"
         )
         for page in self.file.pages(sql, ""):
             for *row, checked in page:

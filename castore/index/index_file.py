@@ -264,20 +264,23 @@ class IndexFile:
                         self.raise_for(error)
                 return
 
-    def pages(self, sql: str, after: Any, *parameters: Any) -> Iterator[list[Any]]:
+    def pages(self, sql: str, after: Any, *parameters: Any, rows: int = 1000) -> Iterator[list[Any]]:
         """The rows of a query in pages, so that no long read keeps the WAL from being checkpointed.
 
         Args:
-            sql: selects one page, in the order of the first column, with rows whose first column is greater
-                than the first parameter.
+            sql: selects all rows whose first column is greater than the first parameter, in the order of that
+                column, without LIMIT.
             after: the first parameter of the first page.
             parameters: the others.
+            rows: of a page, at most.
 
         Raises:
             StoreError: the rows are in another order: the index is damaged, and the pages might never end.
         """
-        while page := self.all(sql, (after, *parameters)):
+        while page := self.all(f"{sql} LIMIT {rows}", (after, *parameters)):
             yield page
+            if len(page) < rows:
+                return
             after = self.require_order(after, page[-1][0])
 
     def require_order(self, last: Any, key: Any) -> Any:

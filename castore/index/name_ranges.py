@@ -26,9 +26,7 @@ _BEGINNING = (
     f"SELECT name FROM entries WHERE name >= ?1 AND name < ?1 || char(1114111) AND {LISTED}"
     " ORDER BY name LIMIT ?2"
 )
-_SIZED = (
-    f"SELECT name, digest, size FROM entries WHERE name > ? AND name < ? AND {LISTED} ORDER BY name LIMIT ?"
-)
+_SIZED = f"SELECT name, digest, size FROM entries WHERE name > ? AND name < ? AND {LISTED} ORDER BY name"
 _SIZED_ONE = "SELECT name, digest, size FROM entries WHERE name = ?"
 
 #: Sorts behind all names: no part of a name is this long.
@@ -86,7 +84,7 @@ def sized_pages(index: Index, prefix: str, page: int) -> Iterator[list[Sized]]:
     low, high = below(prefix) if prefix else ("", LAST)
     if prefix and (own := index.file.all(_SIZED_ONE, (prefix,))):
         yield [Sized(*row) for row in own]
-    for rows in index.file.pages(_SIZED, low, high, page):
+    for rows in index.file.pages(_SIZED, low, high, rows=page):
         yield [Sized(*row) for row in rows]
 
 

@@ -81,13 +81,18 @@ def single(code: types.CodeType) -> Iterator[dis.Instruction]:
     for step in dis.get_instructions(code):
         if step.opname == "EXTENDED_ARG":
             continue
-        if _FUSED.fullmatch(step.opname):
+        if _is_fused(step.opname):
             names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             for kind, name in zip(re.findall("LOAD|STORE", step.opname), names, strict=True):
                 opname = f"{kind}_FAST"
                 yield step._replace(opname=opname, opcode=dis.opmap[opname], argval=name)
         else:
             yield step
+
+
+@functools.cache
+def _is_fused(opname: str) -> bool:
+    return opname not in ("LOAD_FAST", "STORE_FAST") and _FUSED.fullmatch(opname) is not None
 
 
 def instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:

@@ -89,7 +89,7 @@ def _find_library(module: str) -> str | None:
     # By location, not by name: a user's statistics.py is not the standard library's. The standard library's
     # folder may contain site-packages, so site-packages come first.
     if any(place.startswith(f"{paths[kind]}/") for kind in ("purelib", "platlib") for place in places) or any(
-        re.search(r"/(site|dist)-packages/", place) for place in places
+        "/site-packages/" in place or "/dist-packages/" in place for place in places
     ):
         # A file that belongs to no distribution was put there by hand: it is user code.
         distribution = _distribution(top)

@@ -36,13 +36,15 @@ class MountInfo(NamedTuple):
         return os.path.realpath(self.source.removeprefix(SOURCE_PREFIX))
 
 
-def mounts() -> list[MountInfo]:
-    """All mounts, the oldest first."""
+def mounts(device: str = "") -> list[MountInfo]:
+    """All mounts, the oldest first; with ``device``, those of that one (``major:minor``) alone."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             before, _, after = line.partition(" - ")
             fields, (fstype, source, *_) = before.split(" "), after.split(" ")
+            if device not in ("", fields[2]):
+                continue
             found.append(MountInfo(Path(_unescape(fields[4])), fstype, _unescape(source), fields[2]))
     return found
 

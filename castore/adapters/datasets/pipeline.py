@@ -397,9 +397,9 @@ def _description(dataset: datasets.Dataset) -> datasets.DatasetInfo | None:
 
 def _known_size(store: Store, step: PlannedStep, at_once: int | None) -> disk_space.KnownSize:
     """The sizes of a step's kept result. Runs with other parameters or other rows do not show them."""
-    if dataset_entries.metadata_of(store, step.name) is None:
+    metadata, size = dataset_entries.facts_of(store, step.name)
+    if metadata is None:
         return disk_space.KnownSize(step.step.kind, at_once=at_once)
-    size = dataset_entries.size_of(store, step.name)
     return disk_space.KnownSize(step.step.kind, size.logical, size.stored, True, at_once)
 
 
@@ -665,12 +665,11 @@ class _Run:
         """Reports of steps that need not run; the last step's history has those of dropped results."""
         if not planned:
             return []
-        last = self._record(planned[-1])
-        history = {item["key"]: item for item in last.get("history", [])}
+        facts = [self._facts(step) for step in planned]
+        history = {item["key"]: item for item in facts[-1][0].get("history", [])}
         reports = []
-        for step in planned:
-            record = self._record(step) or history.get(step.key, {})
-            size = dataset_entries.size_of(self._store, step.name)
+        for step, (own, size) in zip(planned, facts, strict=True):
+            record = own or history.get(step.key, {})
             rows = record.get("rows_in"), record.get("rows_out")
             saved = rows[0] or 0, step_runner.work_seconds(record)
             reports.append(_report(step, True, *rows, 0.0, size, *saved))
@@ -680,6 +679,12 @@ class _Run:
     def _record(self, step: PlannedStep) -> dict[str, Any]:
         coming = pending_puts.find(self._store.path, step.name)
         return coming.record if coming else dataset_entries.metadata_of(self._store, step.name) or {}
+
+    def _facts(self, step: PlannedStep) -> tuple[dict[str, Any], dataset_entries.DatasetSize]:
+        """The record of a step, empty if there is none, and the size of what is kept of it."""
+        coming = pending_puts.find(self._store.path, step.name)
+        metadata, size = dataset_entries.facts_of(self._store, step.name)
+        return (coming.record if coming else metadata or {}), size
 
     # With a checkpoint, and with nothing
 
