@@ -33,6 +33,8 @@ from castore.keys.moved import name_in_keys
 DOCSTRINGS = "docstrings"
 ANNOTATIONS = "annotations"
 SOURCE = "source"
+#: Mark of an encoder in whose code something uses the rules of a `transformers` tokenizer past the tokenizer.
+BACKEND = "backend"
 #: Names that code reads such texts by. The last two, of `transformers`, describe functions to a model.
 READERS: Mapping[str, frozenset[str]] = {
     "__doc__": frozenset({DOCSTRINGS}),
@@ -56,6 +58,8 @@ READERS: Mapping[str, frozenset[str]] = {
     "render_doc": frozenset({ANNOTATIONS, DOCSTRINGS}),
     "get_json_schema": frozenset({ANNOTATIONS, DOCSTRINGS}),
     "apply_chat_template": frozenset({ANNOTATIONS, DOCSTRINGS}),
+    "backend_tokenizer": frozenset({BACKEND}),
+    "_tokenizer": frozenset({BACKEND}),
 }
 _ALIASES = (type(typing.List[int]), type(typing.Union[int, str]))  # noqa: UP006, UP007 - types of old forms
 #: Types of the values that stand for types.

@@ -249,31 +249,45 @@ def names_written(code: types.CodeType) -> frozenset[str]:
 def attributes_set_of(code: types.CodeType, variable: str) -> frozenset[str]:
     """Names of the attributes of a variable's value that code itself assigns, ``+=`` included."""
     rows = list(single(code))
-
-    def loads_variable(at: int) -> bool:
-        return rows[at].opname in _LOADS_VARIABLE and rows[at].argval == variable
-
-    def reads_in_place(at: int, name: str) -> bool:
-        """Whether ``variable.name += …`` reads here: the variable's load was copied."""
-        row = rows[at]
-        return (
-            row.opname == "LOAD_ATTR"
-            and row.argval == name
-            and rows[at - 1].opname in _COPIES
-            and loads_variable(at - 2)
-        )
-
     return frozenset(
         row.argval
         for at, row in enumerate(rows)
         if row.opname == "STORE_ATTR"
         and (
-            loads_variable(at - 1)
+            _loads_variable(rows, at - 1, variable)
             or (
                 rows[at - 1].opname in ("SWAP", "ROT_TWO")
-                and any(reads_in_place(place, row.argval) for place in range(2, at))
+                and any(_updates(rows, place, variable, row.argval) for place in range(2, at))
             )
         )
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def attributes_read_of(code: types.CodeType, variable: str) -> frozenset[str]:
+    """Names of the attributes of a variable's value that code, or code inside it, reads, other than to update
+    them in place (``+=``).
+    """
+    tables = [list(single(inner)) for inner in codes(code)]
+    return frozenset(
+        row.argval
+        for rows in tables
+        for at, row in enumerate(rows)
+        if row.opname in _LOADS_ATTRIBUTE and _loads_variable(rows, at - 1, variable)
+    )
+
+
+def _loads_variable(rows: list[dis.Instruction], at: int, variable: str) -> bool:
+    return rows[at].opname in _LOADS_VARIABLE and rows[at].argval == variable
+
+
+def _updates(rows: list[dis.Instruction], at: int, variable: str, name: str) -> bool:
+    """Whether ``variable.name += …`` reads here: the variable's load was copied."""
+    return (
+        rows[at].opname == "LOAD_ATTR"
+        and rows[at].argval == name
+        and rows[at - 1].opname in _COPIES
+        and _loads_variable(rows, at - 2, variable)
     )
 
 

@@ -148,7 +148,8 @@ class Doubts(NamedTuple):
 def outside() -> int:
     """Number of frames from the caller up to the first code outside castore: `warnings`' ``stacklevel``."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+    inside = (_PACKAGE, "contextlib")  # a `with` statement of castore's
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         frame, level = frame.f_back, level + 1
     return level
 

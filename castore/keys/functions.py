@@ -44,12 +44,13 @@ from castore.keys.bytecode import (
     outer_reads,
     steps,
 )
-from castore.keys.classes import has_member, registered
+from castore.keys.classes import full_name, has_member, registered
+from castore.keys.compiled import compiled_digest
 from castore.keys.declared import declared
 from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, refuse
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.registry import Table
-from castore.keys.torch_modules import EVAL, calls_eval
+from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, lists_parts
 
 _CLASS_NOISE = {
     *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
@@ -70,6 +71,8 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType,
 )  # fmt: skip
 _MISSING = object()
+# Attributes of compiled classes that count by themselves: somebody has set them since.
+_BESIDE_COMPILED = {types.FunctionType, bool, int, float, str, bytes}
 # The options of dataclasses and their fields, as they usually are. Generated methods are left out, so nothing
 # else shows whether they are there.
 _CLASS_OPTIONS = {
@@ -125,12 +128,13 @@ def code_rule(encoder: Encoder, value: Any) -> bytes | None:
 def _function_parts(encoder: Encoder, function: types.FunctionType) -> Iterator[Any]:
     """The parts of a function that count.
 
-    The mode of modules that the function sets to eval does not count.
+    The mode of modules that the function sets to eval does not count. The order of a module's parts counts if
+    the function lists them.
     """
     around = encoder.marks
     dispatch = _dispatch_registry(function)
-    if dispatch is None and calls_eval(function.__code__):
-        encoder.marks = around | {EVAL}
+    if dispatch is None:
+        encoder.marks = around | _marks(function.__code__)
     try:
         parts = list(_function(encoder, function) if dispatch is None else _dispatching(encoder, dispatch))
     finally:
@@ -138,6 +142,13 @@ def _function_parts(encoder: Encoder, function: types.FunctionType) -> Iterator[
     if encoder.watch is not None:
         encoder.watch.function(encoder, function, parts)
     yield from parts
+
+
+@functools.lru_cache(maxsize=4096)
+def _marks(code: types.CodeType) -> frozenset[str]:
+    """The marks of an encoder inside a function."""
+    kinds = ((EVAL, calls_eval), (IN_ORDER, lists_parts))
+    return frozenset(mark for mark, applies in kinds if applies(code))
 
 
 def _dispatching(encoder: Encoder, registry: dict[type, Any]) -> Iterator[Any]:
@@ -250,11 +261,16 @@ def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
             if not library_of_class(base)
         )
         return
+    digest = compiled_digest(cls.__module__)
+    if digest is not None:
+        yield "compiled", digest
     if not library_of_class(type(cls)):
         yield "metaclass", encoder.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
     yield from (_value(encoder, base, f" -> base {base.__name__!r}") for base in cls.__bases__)
     yield from beside_code.of_class(encoder, cls)
     noise = set(_CLASS_NOISE)
+    # `ctypes` makes these of ``_fields_``.
+    noise |= {name for name, value in vars(cls).items() if full_name(type(value)) == "_ctypes.CField"}
     yield from declared(encoder, cls, noise)
     if _is_dataclass(cls):
         yield from _dataclass_parts(encoder, cls, noise)
@@ -262,6 +278,8 @@ def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
         yield from _enum_parts(encoder, cls, noise)
     if issubclass(cls, tuple) and "_fields" in vars(cls):
         noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
+    if digest is not None:  # the digest covers what the compiler has put there, which may have no hash
+        noise |= {name for name, value in vars(cls).items() if type(value) not in _BESIDE_COMPILED}
     for name, value in sorted(vars(cls).items()):
         if name not in noise:
             yield name, beside_code.attribute(encoder, name, registered(cls, value))
@@ -452,7 +470,7 @@ def _is_module(package: str, name: str) -> bool:
         return False
     try:
         return importlib.util.find_spec(f"{package}.{name}") is not None
-    except ImportError:
+    except (ImportError, ValueError):  # of a module that was made by hand, as cffi's are
         return False
 
 

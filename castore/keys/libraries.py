@@ -22,6 +22,7 @@ from castore.keys.moved import name_in_keys
 # Python's flag of types that are made while a program runs.
 _ON_HEAP = 1 << 9
 _PACKAGE = __name__.partition(".")[0]
+_OF_C = types.MethodDescriptorType | types.WrapperDescriptorType
 
 
 def library_of(module: Any) -> str | None:
@@ -41,7 +42,8 @@ def library_of_class(cls: type) -> str | None:
     if library is None or not cls.__flags__ & _ON_HEAP or _has(cls):
         return library
     body = vars(cls).values()
-    of_c = any(isinstance(item, types.MethodDescriptorType | types.WrapperDescriptorType) for item in body)
+    # An enumeration's body has methods of its bases.
+    of_c = any(isinstance(item, _OF_C) and item.__objclass__ is cls for item in body)
     is_users = (" of Python " in library and not of_c) or any(map(_is_users_code, body))
     return None if is_users else library
 

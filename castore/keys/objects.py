@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from castore.errors import InvalidValueError
 from castore.keys.classes import full_name, has_member
+from castore.keys.compiled import compiled_code
 from castore.keys.doubts import Doubts, is_generator
 from castore.keys.encoder import (
     Encoder,
@@ -187,4 +188,4 @@ def _dtype_with_objects(dtype: Any) -> Iterator[Any]:
 _BY_CONTENT = Rules(_array, tokenizer, _object)
 _BY_STATE = Rules(own_key, named_value, _dataclass, late_leaf_or_named_tuple, _BY_CONTENT)
 #: The rules for any value of a user's. An adapter's rules end with these.
-OBJECTS = Rules(_shared, code_rule, _with_class, orders=orders)
+OBJECTS = Rules(_shared, compiled_code, code_rule, _with_class, orders=orders)

@@ -24,9 +24,11 @@ from castore.keys.libraries import library_of_class
 from castore.keys.torch_modules import (
     EVAL,
     EVAL_BEHIND,
+    IN_ORDER,
     TABLES,
+    class_lists_parts,
     is_module,
-    order_of_layers,
+    order_of_parts,
     renumbered,
     settles,
     settles_behind,
@@ -59,20 +61,23 @@ def object_parts(encoder: Encoder, value: Any) -> Iterator[Any]:
     if setter is not None:
         yield "setter", encoder.part(setter)
     around = encoder.marks
-    encoder.marks = around | _marks(type(value))
+    encoder.marks = around | marks_of(type(value))
     try:
         yield from state_parts(encoder, lasting(encoder, value, state))
+        order = order_of_keys(pairs or {}) if ordered else order_of_parts(value, encoder.marks)
     finally:
         encoder.marks = around
-    order = order_of_keys(pairs or {}) if ordered else order_of_layers(value)
     if order is not None:
         yield "order", encoder.part(order)
 
 
 @per_class
-def _marks(cls: type) -> frozenset[str]:
+def marks_of(cls: type) -> frozenset[str]:
+    """The marks of an encoder inside an object of a class."""
     return frozenset(
-        mark for mark, applies in ((EVAL, settles), (EVAL_BEHIND, settles_behind)) if applies(cls)
+        mark
+        for mark, applies in ((EVAL, settles), (EVAL_BEHIND, settles_behind), (IN_ORDER, class_lists_parts))
+        if applies(cls)
     )
 
 

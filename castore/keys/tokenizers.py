@@ -2,8 +2,9 @@
 
 A call of a `transformers` tokenizer changes truncation and padding in its rules (issues 3638, 3847 and 6179
 of Hugging Face datasets), and some tokenizers keep caches. Rules of truncation and padding, and caches, are
-left out, so a used tokenizer has the same fingerprint as a new one. Imports nothing: a process with a
-tokenizer has imported its library.
+left out, so a used tokenizer has the same fingerprint as a new one. Where some of the code uses the rules
+past the tokenizer (``tokenizer.backend_tokenizer.encode``), truncation and padding count. Imports nothing: a
+process with a tokenizer has imported its library.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from castore.keys.beside_code import BACKEND
 from castore.keys.classes import full_name
 from castore.keys.encoder import Encoder
 from castore.keys.pickled import state_parts
@@ -49,8 +51,9 @@ def _transformers(encoder: Encoder, value: Any) -> Iterator[Any]:
     parsed = None
     if rules is not None and hasattr(rules, "to_str"):
         parsed = json.loads(rules.to_str())
-        parsed.pop("truncation", None)
-        parsed.pop("padding", None)
+        if BACKEND not in encoder.marks:
+            parsed.pop("truncation", None)
+            parsed.pop("padding", None)
     yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(parsed))
     if getattr(rules, "encode_special_tokens", False):
         yield "encode_special_tokens"

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
 import warnings
 import weakref
@@ -274,6 +275,54 @@ def test_what_comes_first_counts_where_order_is_meant(adapter: str) -> None:
     assert told(OrderedDict.fromkeys([1, "a"])) != told(OrderedDict.fromkeys(["a", 1]))
 
 
+class _Parts(torch.nn.Module):
+    """Registers parts of each kind in some order."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, torch.nn.ReLU())
+            self.register_buffer(f"buffer_{name}", torch.ones(1))
+
+
+class _RunsChildren(_Parts):
+    @torch.no_grad()
+    def forward(self, x: Any) -> Any:
+        return self._run(x)
+
+    def _run(self, x: Any) -> Any:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+class _RunsByName(_Parts):
+    def forward(self, x: Any) -> Any:
+        return self.get_submodule("b")(self.get_submodule("a")(x))
+
+    def freeze(self) -> None:
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+
+
+_NET = _RunsByName("ab")
+
+
+def _first_buffer() -> Any:
+    return next(_NET.buffers())
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.usefixtures("folder")
+def test_the_order_of_a_modules_parts_counts_where_code_runs_through_them(adapter: str) -> None:
+    told = ADAPTERS[adapter]
+    assert told(_RunsChildren("ab")) == told(_RunsChildren("ab")) != told(_RunsChildren("ba"))
+    assert told(_RunsByName("ab")) == told(_RunsByName("ba"))
+    scope = {**globals(), "_NET": _RunsByName("ba")}
+    other = types.FunctionType(_first_buffer.__code__, scope, "_first_buffer")
+    assert told(_first_buffer) != told(other)
+
+
 # --- the user's classes -------------------------------------------------------------------------------------
 
 
@@ -281,6 +330,19 @@ def _class(source: str) -> Any:
     scope: dict[str, Any] = {"__name__": "users_own"}
     exec(f"import enum, queue, threading\n{source}", scope)
     return scope["held"]
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("base", ["enum.Enum", "enum.IntEnum", "enum.IntFlag", "str, enum.Enum"])
+@pytest.mark.usefixtures("folder")
+def test_enumerations_of_code_without_a_modules_name_count_by_their_members(adapter: str, base: str) -> None:
+    def member(value: Any) -> Any:
+        scope: dict[str, Any] = {}
+        exec(f"import enum\nclass Label({base}):\n    CAT = {value!r}\n", scope)
+        return scope["Label"].CAT
+
+    told, (one, two) = ADAPTERS[adapter], ("1", "2") if base.startswith("str") else (1, 2)
+    assert told(member(one)) == told(member(one)) != told(member(two))
 
 
 _CLASSES = {

@@ -26,9 +26,9 @@ from castore.keys.encoder import Encoder
 from castore.keys.encoder import key as key_of_config
 from castore.keys.functions import orders, uncompiled
 from castore.keys.objects import OBJECTS
-from castore.keys.pickled import lasting, state_parts
+from castore.keys.pickled import lasting, marks_of, state_parts
 from castore.keys.registry import Rules, Table
-from castore.keys.torch_modules import order_of_layers
+from castore.keys.torch_modules import IN_ORDER, order_of_parts
 from castore.keys.tracing import encode
 from castore.keys.values import (
     random_rows,
@@ -178,9 +178,14 @@ def _module(encoder: Encoder, value: nn.Module) -> Iterator[Any]:
     if reads_train_mode(value):
         noise -= {"training"}
     state = {name: item for name, item in vars(value).items() if name not in noise}
-    yield from state_parts(encoder, lasting(encoder, value, state))
-    yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
-    order = order_of_layers(value)
+    around = encoder.marks
+    encoder.marks = around | (marks_of(type(value)) & {IN_ORDER})
+    try:
+        yield from state_parts(encoder, lasting(encoder, value, state))
+        yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
+        order = order_of_parts(value, encoder.marks)
+    finally:
+        encoder.marks = around
     if order is not None:
         yield "order", order
 

@@ -212,8 +212,10 @@ class BiLevelCachedDataset(DatasetWrapper):
         return True
 
     def _read(self, indices: list[int]) -> list[bytes]:
-        """Records from the dataset, offered to the levels, and to other nodes."""
+        """Records from the dataset, offered to the levels, and to other nodes, where they are kept."""
         records = [pack(sample) for sample in self._source(indices)] if indices else []
+        if not self._changes.keeps:
+            return records
         for index, record in zip(indices, records, strict=True):
             self._levels.put(index, record)
         self._levels.share(indices)

@@ -73,8 +73,9 @@ class CachedDataset(DatasetWrapper):
             return sample
         self._counts.miss()
         record = pack(self._sample(index))
-        self.store.put(name, record)
-        self.store.offer_shared([name])
+        if self._changes.keeps:
+            self.store.put(name, record)
+            self.store.offer_shared([name])
         # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
         return unpack(record)
 
@@ -114,12 +115,12 @@ class CachedDataset(DatasetWrapper):
         return MISSING
 
     def _read(self, indices: list[int]) -> dict[int, bytes]:
-        """Records from the dataset, put in one transaction."""
+        """Records from the dataset, put in one transaction where they are kept."""
         distinct = list(dict.fromkeys(indices))
         records = {
             index: pack(sample) for index, sample in zip(distinct, self._source(distinct), strict=True)
         }
-        if records:
+        if records and self._changes.keeps:
             self.store.put_many((self.name_of(index), record) for index, record in records.items())
             self.store.offer_shared(map(self.name_of, records))
         return records
@@ -130,11 +131,12 @@ class CachedDataset(DatasetWrapper):
         return self.store.entry(self.name_of(index)) is not None
 
     def _cache(self, indices: list[int]) -> int:
-        if not self.store.is_shared:
-            return len(self._read(indices))
-        self.store.find_shared(map(self.name_of, indices))
-        self._read([index for index in indices if not self._held(index)])
-        return len(set(indices))
+        missing = indices
+        if self.store.is_shared:
+            self.store.find_shared(map(self.name_of, indices))
+            missing = [index for index in indices if not self._held(index)]
+        read = self._read(missing)
+        return len(set(indices)) - (0 if self._changes.keeps else len(read))
 
     # Counters
 

@@ -146,14 +146,18 @@ class CachedIterableDataset(IterableDataset[Any]):
         self._counts.miss()
         with self._changes.reading():
             made = pack(self._transform(item))
+        if self._changes.keeps:
+            self._keep(name, made)
+        # Unpack the record even of a sample just made: the first epoch gets exactly what later epochs get.
+        return unpack(made)
+
+    def _keep(self, name: str, record: bytes) -> None:
         try:
-            self.store.put(name, made)
+            self.store.put(name, record)
         except (FullError, TooLargeError) as error:
             self._warn(error)
         else:
             self.store.offer_shared([name])
-        # Unpack the record even of a sample just made: the first epoch gets exactly what later epochs get.
-        return unpack(made)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from castore.adapters.torch.dataset_identity import DATASETS
+from castore.adapters.torch.noted_values import mark_of
 from castore.errors import UnhashableError
 from castore.keys.bytecode import codes, names_written, outer_reads
 from castore.keys.encoder import Encoder, Watch
@@ -26,19 +27,31 @@ _UNBOUND = object()
 
 
 class Binding(NamedTuple):
-    """A name of a module with the value that it was bound to, and the module's names."""
+    """A name of a module with the value that it was bound to, and the module's names.
+
+    Attributes:
+        mark: of the value; a write to the value changes it.
+    """
 
     scope: dict[str, Any]
     name: str
     value: Any
+    mark: object
+
+    @classmethod
+    def of(cls, scope: dict[str, Any], name: str) -> Binding:
+        """The binding of now."""
+        value = scope.get(name, _UNBOUND)
+        return cls(scope, name, value, mark_of(value))
 
     def is_old(self) -> bool:
-        """Whether the name is bound to another object now."""
-        return self.scope.get(self.name, _UNBOUND) is not self.value
+        """Whether the name is bound to another object now, or its value was written to."""
+        value = self.scope.get(self.name, _UNBOUND)
+        return value is not self.value or mark_of(value) != self.mark
 
     def now(self) -> Binding:
         """The binding with the value of now."""
-        return self._replace(value=self.scope.get(self.name, _UNBOUND)) if self.is_old() else self
+        return Binding.of(self.scope, self.name)
 
 
 class Outside(NamedTuple):
@@ -127,7 +140,7 @@ class _Outside(Watch):
             attributes = {name for code in inside for name in code.co_names}
             for name in {name for code in inside for kind, name in outer_reads(code) if kind == "global"}:
                 if name in scope and (module, _label(name)) not in self.written:
-                    yield Binding(scope, name, scope[name])
+                    yield Binding.of(scope, name)
                     yield from _attributes_of(scope[name], attributes)
 
     def _note(self, label: str, code: bytes) -> None:
@@ -139,7 +152,7 @@ def _attributes_of(module: Any, names: Set[str]) -> Iterator[Binding]:
     if isinstance(module, types.ModuleType) and library_of(module.__name__) is None:
         scope = vars(module)
         for name in names & scope.keys():
-            yield Binding(scope, name, scope[name])
+            yield Binding.of(scope, name)
             yield from _attributes_of(scope[name], names - {name})
 
 

@@ -173,6 +173,15 @@ def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
     tokenizer.add_tokens(["b"])
     assert operator_fingerprint(Operator(tokenizer)) != before
 
+    def past_the_tokenizer(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"ids": tokenizer.backend_tokenizer.encode(sample["text"]).ids}
+
+    codes = []
+    for length in (2, 2, 4):
+        tokenizer.backend_tokenizer.enable_truncation(length)
+        codes.append(operator_fingerprint(past_the_tokenizer))
+    assert codes[0] == codes[1] != codes[2]
+
 
 @pytest.mark.parametrize(
     "held",

@@ -1,0 +1,403 @@
+"""The values that lie nearest in a dataset or an encoder, with marks that a write to a value changes.
+
+`walk` lists them, objects inside objects: attributes, also those in ``__slots__``, what functions hold, and
+elements of short containers. A value that is the same object may still have been written to: its mark tells.
+The mark of a tensor is torch's count of writes, and one element, since fused optimizers and NumPy write
+without counting. The mark of a module has the same of its weights, and its children, hooks and modes. Arrays,
+long lists and dicts have a sample of their elements, and objects of the user's classes the members of the
+class. Marks are compared within one process alone. Must never run code of the user's but ``__castore_key__``.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from castore.keys.bytecode import attributes_read, names_written
+from castore.keys.classes import has_member, per_class
+from castore.keys.libraries import library_of, library_of_class
+from castore.keys.pickled import kept_by_properties
+from castore.keys.values import SHARED
+
+_DEEPEST = 12
+_MOST_TENSORS = 400  # of a module
+_ELEMENTS = 16
+_SEQUENCES = (list, tuple, deque)
+_READING = ("__getitem__", "__getitems__", "__len__", "__iter__", "__call__", "__getattr__", "forward")
+
+#: An object, and the name of one of its attributes.
+_Held: TypeAlias = "tuple[Any, str]"
+#: A part of a value: the step of the path to the part, the part, and the (object, attribute) pairs that hold
+#: it.
+_Part: TypeAlias = "tuple[str, Any, tuple[_Held, ...]]"
+
+
+class Seen(NamedTuple):
+    """A noted value: its path, the value, the mark that a write changes, the attributes on its path."""
+
+    path: str
+    value: Any
+    mark: object
+    held: tuple[_Held, ...]
+
+
+def walk(data: Any, most: int) -> list[Seen]:
+    """The noted values of a dataset or an encoder and of all its parts, the nearest first.
+
+    Args:
+        data: the dataset.
+        most: how many values, at most.
+    """
+    found: list[Seen] = []
+    todo: deque[tuple[str, Any, tuple[_Held, ...], int, bool]] = deque([("", data, (), 0, False)])
+    while todo and len(found) < most:
+        path, value, held, depth, in_module = todo.popleft()
+        kind = kind_of(type(value))
+        marker = None if in_module and kind == "module" else _MARKERS.get(kind)
+        found.append(Seen(path, value, marker(value) if marker else None, held))
+        parts = _PARTS.get(kind)
+        if parts is not None and depth < _DEEPEST and len(todo) + len(found) < most:
+            in_module = kind == "module"
+            todo += [
+                (path + step, item, held + more, depth + 1, in_module) for step, item, more in parts(value)
+            ]
+    return found
+
+
+# --- marks that a write changes
+# -------------------------------------------------------------------------------
+
+
+def _tensor(tensor: torch.Tensor) -> object:
+    """The count of writes to a tensor, and one element. The tensor's address does not count: sending a tensor
+    to a worker moves it.
+    """
+    return _versions([tensor]), _element(tensor)
+
+
+def _element(tensor: torch.Tensor) -> object:
+    """An element from the middle of a tensor; None for one on a device, which would have to wait for it."""
+    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    if not plain or not tensor.numel():
+        return None
+    try:
+        value = tensor.detach()[tuple(length // 2 for length in tensor.shape)].item()
+    except (RuntimeError, NotImplementedError):  # a subclass's, or of a dtype without elements of Python's
+        return None
+    return value if value == value else "nan"
+
+
+def _some(array: np.ndarray[Any, Any]) -> object:
+    return array.shape, array.dtype, _sampled(array)
+
+
+def _sampled(array: np.ndarray[Any, Any]) -> object:
+    step = max(1, array.size // _ELEMENTS)
+    if array.dtype.kind == "T":  # the bytes are places in memory, and NumPy breaks what `flat` copies
+        return [array.item(place) for place in range(0, array.size, step)]
+    if array.dtype.kind == "O":
+        return [*map(id, array.flat[::step])]
+    return None if array.dtype.hasobject else array.flat[::step].tobytes()
+
+
+def _bytes(values: bytearray | array[Any]) -> object:
+    return len(values), bytes(values[:: max(1, len(values) // _ELEMENTS)])
+
+
+def _sequence(values: Any) -> Any:
+    """The methods of a list, tuple or deque: those of a subclass may be the user's code."""
+    return next(base for base in _SEQUENCES if isinstance(values, base))
+
+
+def _sample(values: Any) -> object:
+    base = _sequence(values)
+    length = base.__len__(values)
+    if length <= _ELEMENTS:
+        return length
+    if base is deque:  # which has no slices, and takes long to reach its middle
+        ends = (*range(_ELEMENTS // 2), *range(-_ELEMENTS // 2, 0))
+        return length, *(id(deque.__getitem__(values, place)) for place in ends)
+    return length, *map(id, base.__getitem__(values, slice(None, None, length // _ELEMENTS)))
+
+
+def _members(values: set[Any] | frozenset[Any]) -> object:
+    return len(values), None if len(values) > _ELEMENTS else {*map(id, values)}
+
+
+def _entries(values: dict[Any, Any]) -> object:
+    if len(values) > _ELEMENTS:
+        first = [*islice(dict.keys(values), _ELEMENTS), *islice(dict.values(values), _ELEMENTS)]
+        return len(values), *map(id, first)
+    return [key if type(key) in (str, int) else id(key) for key in [*dict.keys(values)]]
+
+
+def _weights(module: nn.Module) -> object:
+    """The modules inside one, their modes and hooks; their tensors, with the counts of writes to all and
+    elements of some.
+    """
+    inside: list[object] = []
+    tensors: list[Any] = []
+    todo: list[nn.Module | None] = [module]
+    while todo and len(tensors) < _MOST_TENSORS:
+        inner = todo.pop()  # the last come first: a model's head is trained most
+        if inner is not None:
+            state = inner.__dict__
+            inside += [id(inner), state["training"], id(state.get("forward"))]
+            for name in ("_parameters", "_buffers"):
+                if state[name]:
+                    tensors += state[name].values()
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                if state[name]:
+                    inside += map(id, state[name].values())
+            if state["_modules"]:
+                todo += state["_modules"].values()
+    held = [tensor for tensor in tensors if tensor is not None]
+    some = held[:_ELEMENTS] + held[_ELEMENTS :: max(1, len(held) // _ELEMENTS)]
+    return inside, [*map(id, tensors)], _versions(held), [*map(_element, some)]
+
+
+#: How often fused optimizers, which torch does not count, have written to a tensor, by the tensor's id.
+_fused: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+
+def _count_fused(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for tensor in group["params"] if group.get("fused") else ():
+            number = id(tensor)
+            known = _fused.get(number) or (weakref.ref(tensor, lambda _, number=number: _fused.pop(number)), 0)
+            _fused[number] = known[0], known[1] + 1
+
+
+register_optimizer_step_post_hook(_count_fused)
+
+
+def fused_writes(tensors: list[Any]) -> list[int]:
+    """How often fused optimizers have written to tensors, in all."""
+    return [_fused[id(tensor)][1] for tensor in tensors if id(tensor) in _fused] if _fused else []
+
+
+def _weights_of_script(module: Any) -> object:
+    tensors = [*module.parameters(), *module.buffers()]
+    return module.training, _versions(tensors), [*map(_element, tensors[:_ELEMENTS])]
+
+
+def _versions(tensors: list[Any]) -> list[object]:
+    try:
+        found: list[object] = [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of inference mode have no version counter
+        found = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [found, fused_writes(tensors)]
+
+
+def _class(value: Any) -> object:
+    """The class of an object, and what stands in the user's classes among its bases."""
+    cls = type(value)
+    own = _assigned(cls)
+    return id(cls), [
+        id(item)
+        for base in _users_bases(cls)
+        for name, item in [*vars(base).items()]
+        if name not in own and (name in _READING or not name.startswith("__"))
+    ]
+
+
+@per_class
+def _users_bases(cls: type) -> tuple[type, ...]:
+    return tuple(base for base in cls.__mro__ if library_of_class(base) is None)
+
+
+#: The function that makes a value's mark, by the kind of the value.
+_MARKERS: dict[str, Callable[[Any], object]] = {
+    "keyed": lambda value: value.__castore_key__(),
+    "tensor": _tensor,
+    "object": _class,
+    "array": _some,
+    # A map that is only read changes with its file alone, which would have to be read here.
+    "mapped": lambda value: None if value.mode == "r" else _some(np.asarray(value)),
+    "list": _sample,
+    "set": _members,
+    "bytes": _bytes,
+    "dict": _entries,
+    "module": lambda module: (_class(module), _weights(module)),
+    "script": _weights_of_script,
+}
+
+
+# --- parts of a value
+# -----------------------------------------------------------------------------------------
+
+
+def _elements(values: Any) -> list[_Part]:
+    base = _sequence(values)
+    if base.__len__(values) > _ELEMENTS:
+        return []
+    return [(f"[{place}]", item, ()) for place, item in enumerate(base.__iter__(values))]
+
+
+def _items(values: dict[Any, Any]) -> list[_Part]:
+    if len(values) > _ELEMENTS:
+        return []
+    items = zip([*dict.keys(values)], [*dict.values(values)], strict=False)
+    return [
+        (f"[{key!r}]" if type(key) in (str, int) else f"[key {place}]", item, ())
+        for place, (key, item) in enumerate(items)
+    ]
+
+
+def mark_of(value: Any) -> object:
+    """The mark of one value, and the identities of its attributes."""
+    marker = _MARKERS.get(kind_of(type(value)))
+    return marker(value) if marker else None, ids_of_attributes(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """An object's attributes, those in ``__slots__`` too, without running code of its class."""
+    found = dict(getattr(value, "__dict__", None) or ())
+    for name, slot in _slots(type(value)):
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def ids_of_attributes(value: Any) -> list[int]:
+    """The identities of an object's attributes. Takes a microsecond."""
+    found = [*map(id, attributes.values())] if (attributes := getattr(value, "__dict__", None)) else []
+    return [*found, *map(id, attributes_of(value).values())] if _slots(type(value)) else found
+
+
+@per_class
+def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
+    members = ((name, item) for base in reversed(cls.__mro__) for name, item in vars(base).items())
+    return tuple((name, item) for name, item in members if isinstance(item, types.MemberDescriptorType))
+
+
+def _attributes(value: Any) -> list[_Part]:
+    own = _assigned(type(value))
+    return [
+        (f".{name}", item, ((value, name),)) for name, item in attributes_of(value).items() if name not in own
+    ]
+
+
+def _module_parts(module: nn.Module) -> list[_Part]:
+    # A layer of torch's own is its weights, and the scan covers those for the module as a whole.
+    inner = [(f".{name}", item, ()) for name, item in [*module._modules.items()] if not _is_layer(type(item))]
+    own = _assigned(type(module))
+    return inner + [
+        (f".{name}", item, ((module, name),))
+        for name, item in [*module.__dict__.items()]
+        if name not in _OF_TORCH and name not in own
+    ]
+
+
+@per_class
+def _is_layer(cls: type) -> bool:
+    """Whether a class is a layer of torch's own."""
+    module = cls.__module__
+    return cls is type(None) or (module.startswith("torch.nn.modules.") and not module.endswith(".container"))
+
+
+def _function_parts(function: types.FunctionType) -> list[_Part]:
+    if library_of(function.__globals__.get("__name__")):
+        wrapped = getattr(function, "__wrapped__", None)
+        return [(".__wrapped__", wrapped, ())] if wrapped is not None else []
+    code = function.__code__
+    values: dict[str, Any] = dict(function.__kwdefaults__ or ())
+    defaults = function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    values |= zip(names, defaults, strict=True)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:  # the enclosing function has not assigned the variable yet
+            continue
+    own = names_written(code)
+    return [(f".{name}", item, ()) for name, item in values.items() if name not in own]
+
+
+def _partial_parts(partial: functools.partial[Any]) -> list[_Part]:
+    return [(f".{name}", getattr(partial, name), ()) for name in ("func", "args", "keywords")]
+
+
+#: The function that lists a value's parts, by the kind of the value.
+_PARTS: dict[str, Callable[[Any], list[_Part]]] = {
+    "object": _attributes,
+    "list": lambda values: _elements(values) + _attributes(values),
+    "dict": _items,
+    "module": _module_parts,
+    "function": _function_parts,
+    "method": lambda method: [(".__self__", method.__self__, ())],
+    "partial": _partial_parts,
+    "compiled": lambda module: [("", module._modules["_orig_mod"], ())],
+}
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), type, types.ModuleType, np.ndarray)
+
+
+@per_class
+def kind_of(cls: type) -> str:
+    """The kind of a class's values, which decides how they are scanned."""
+    if has_member(cls, "__castore_key__"):
+        return "keyed"
+    for kind, base in (
+        ("tensor", torch.Tensor), ("script", torch.jit.ScriptModule), ("dict", dict),
+        ("partial", functools.partial),
+        ("function", types.FunctionType), ("method", types.MethodType),
+    ):  # fmt: skip
+        if issubclass(cls, base):
+            return kind
+    if issubclass(cls, nn.Module):
+        return "compiled" if cls.__name__ == "OptimizedModule" else "module"
+    if cls is np.ndarray:
+        return "array"
+    if cls is np.memmap:
+        return "mapped"
+    for kind, bases in (("list", _SEQUENCES), ("set", (set, frozenset)), ("bytes", (bytearray, array))):
+        if issubclass(cls, bases):
+            return kind
+    if issubclass(cls, types.SimpleNamespace):
+        return "object"
+    if issubclass(cls, _PLAIN) or SHARED.of(cls) is not None:
+        return "plain"
+    # Objects that a library reduces in its own way have attributes that show nothing: loggers, pandas
+    # indices.
+    reducing = next(
+        (base for base in cls.__mro__[:-1] if {"__reduce__", "__reduce_ex__"} & {*vars(base)}), None
+    )
+    return "plain" if reducing is not None and library_of(reducing.__module__) else "object"
+
+
+# --- attributes that the dataset may change itself
+# ------------------------------------------------------------
+
+
+@per_class
+def _assigned(cls: type) -> frozenset[str]:
+    """Attributes that the methods which read a dataset or a transform assign or write to: a handle that is
+    opened late, a counter, a dict of samples read. Cached properties count among them.
+    """
+    found = set(kept_by_properties(cls))
+    known: set[str] = set()
+    todo = {*_READING}
+    while todo:
+        name = todo.pop()
+        known.add(name)
+        member = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+        function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
+        if isinstance(function, types.FunctionType):
+            found |= {name[1:] for name in names_written(function.__code__) if name.startswith(".")}
+            todo |= attributes_read(function.__code__) - known
+    return frozenset(found)
