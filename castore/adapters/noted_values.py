@@ -11,6 +11,7 @@ class. Marks are compared within one process alone. Must never run code of the u
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from array import array
@@ -32,8 +33,9 @@ from castore.keys.pickled import kept_by_properties
 from castore.keys.values import SHARED
 
 _DEEPEST = 12
-_MOST_TENSORS = 400  # of a module
+_MOST_TENSORS = 2000  # of a module
 _ELEMENTS = 16
+_FEW = 8
 _SEQUENCES = (list, tuple, deque)
 _READING = ("__getitem__", "__getitems__", "__len__", "__iter__", "__call__", "__getattr__", "forward")
 
@@ -65,7 +67,7 @@ def walk(data: Any, most: int) -> list[Seen]:
     while todo and len(found) < most:
         path, value, held, depth, in_module = todo.popleft()
         kind = kind_of(type(value))
-        marker = None if in_module and kind == "module" else _MARKERS.get(kind)
+        marker = _class if in_module and kind == "module" else _MARKERS.get(kind)
         found.append(Seen(path, value, marker(value) if marker else None, held))
         parts = _PARTS.get(kind)
         if parts is not None and depth < _DEEPEST and len(todo) + len(found) < most:
@@ -89,14 +91,23 @@ def _tensor(tensor: torch.Tensor) -> object:
 
 def _element(tensor: torch.Tensor) -> object:
     """An element from the middle of a tensor; None for one on a device, which would have to wait for it."""
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
-    if not plain or not tensor.numel():
+    if not tensor.is_cpu:
         return None
     try:
-        value = tensor.detach()[tuple(length // 2 for length in tensor.shape)].item()
+        array = tensor.detach().numpy()  # in half of the time that torch's own indexing takes
+        value = array.item(array.size // 2) if array.size else None
+    except (TypeError, RuntimeError):  # bfloat16, and layouts and subclasses that NumPy does not know
+        value = _element_by_index(tensor)
+    return value if value == value else "nan"
+
+
+def _element_by_index(tensor: torch.Tensor) -> object:
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return None
+    try:
+        return tensor.detach()[tuple(length // 2 for length in tensor.shape)].item()
     except (RuntimeError, NotImplementedError):  # a subclass's, or of a dtype without elements of Python's
         return None
-    return value if value == value else "nan"
 
 
 def _some(array: np.ndarray[Any, Any]) -> object:
@@ -118,7 +129,7 @@ def _bytes(values: bytearray | array[Any]) -> object:
 
 def _sequence(values: Any) -> Any:
     """The methods of a list, tuple or deque: those of a subclass may be the user's code."""
-    return next(base for base in _SEQUENCES if isinstance(values, base))
+    return list if isinstance(values, list) else tuple if isinstance(values, tuple) else deque
 
 
 def _sample(values: Any) -> object:
@@ -164,7 +175,7 @@ def _weights(module: nn.Module) -> object:
             if state["_modules"]:
                 todo += state["_modules"].values()
     held = [tensor for tensor in tensors if tensor is not None]
-    some = held[:_ELEMENTS] + held[_ELEMENTS :: max(1, len(held) // _ELEMENTS)]
+    some = held[:_FEW] + held[_FEW :: max(1, len(held) // _FEW)]
     return inside, [*map(id, tensors)], _versions(held), [*map(_element, some)]
 
 
@@ -176,8 +187,14 @@ def _count_fused(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for tensor in group["params"] if group.get("fused") else ():
             number = id(tensor)
-            known = _fused.get(number) or (weakref.ref(tensor, lambda _, number=number: _fused.pop(number)), 0)
-            _fused[number] = known[0], known[1] + 1
+            if number not in _fused:
+                _fused[number] = weakref.ref(tensor, functools.partial(_forget_fused, number)), 0
+            known, count = _fused[number]
+            _fused[number] = known, count + 1
+
+
+def _forget_fused(number: int, _: object) -> None:
+    _fused.pop(number, None)
 
 
 register_optimizer_step_post_hook(_count_fused)
@@ -204,7 +221,7 @@ def _versions(tensors: list[Any]) -> list[object]:
 def _class(value: Any) -> object:
     """The class of an object, and what stands in the user's classes among its bases."""
     cls = type(value)
-    own = _assigned(cls)
+    own = assigned(cls)
     return id(cls), [
         id(item)
         for base in _users_bases(cls)
@@ -257,9 +274,13 @@ def _items(values: dict[Any, Any]) -> list[_Part]:
 
 
 def mark_of(value: Any) -> object:
-    """The mark of one value, and the identities of its attributes."""
-    marker = _MARKERS.get(kind_of(type(value)))
-    return marker(value) if marker else None, ids_of_attributes(value)
+    """The mark of one value, and the identities of its attributes and of its elements, if these are few."""
+    kind = kind_of(type(value))
+    if kind in ("plain", "function", "method"):
+        return None
+    marker = _MARKERS.get(kind)
+    items = _elements(value) if kind == "list" else _items(value) if kind == "dict" else ()
+    return marker(value) if marker else None, ids_of_attributes(value), [id(item) for _, item, _ in items]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -286,7 +307,7 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _attributes(value: Any) -> list[_Part]:
-    own = _assigned(type(value))
+    own = assigned(type(value))
     return [
         (f".{name}", item, ((value, name),)) for name, item in attributes_of(value).items() if name not in own
     ]
@@ -295,7 +316,7 @@ def _attributes(value: Any) -> list[_Part]:
 def _module_parts(module: nn.Module) -> list[_Part]:
     # A layer of torch's own is its weights, and the scan covers those for the module as a whole.
     inner = [(f".{name}", item, ()) for name, item in [*module._modules.items()] if not _is_layer(type(item))]
-    own = _assigned(type(module))
+    own = assigned(type(module))
     return inner + [
         (f".{name}", item, ((module, name),))
         for name, item in [*module.__dict__.items()]
@@ -385,7 +406,7 @@ def kind_of(cls: type) -> str:
 
 
 @per_class
-def _assigned(cls: type) -> frozenset[str]:
+def assigned(cls: type) -> frozenset[str]:
     """Attributes that the methods which read a dataset or a transform assign or write to: a handle that is
     opened late, a counter, a dict of samples read. Cached properties count among them.
     """
@@ -395,9 +416,12 @@ def _assigned(cls: type) -> frozenset[str]:
     while todo:
         name = todo.pop()
         known.add(name)
-        member = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-        function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
-        if isinstance(function, types.FunctionType):
-            found |= {name[1:] for name in names_written(function.__code__) if name.startswith(".")}
-            todo |= attributes_read(function.__code__) - known
+        for member in (
+            vars(base)[name] for base in cls.__mro__ if name in vars(base)
+        ):  # super() calls others
+            function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
+            if isinstance(function, types.FunctionType):
+                code = inspect.unwrap(function).__code__
+                found |= {name[1:] for name in names_written(code) if name.startswith(".")}
+                todo |= attributes_read(code) - known
     return frozenset(found)

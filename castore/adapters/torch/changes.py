@@ -25,10 +25,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from castore.adapters.noted_globals import Binding
+from castore.adapters.noted_values import Seen, ids_of_attributes, kind_of, walk
 from castore.adapters.torch.dataset_identity import DATASETS
 from castore.adapters.torch.named_files import NamedFiles
-from castore.adapters.torch.noted_values import Seen, ids_of_attributes, kind_of, walk
-from castore.adapters.torch.outside import Binding, Outside, outside_of
+from castore.adapters.torch.outside import Outside, outside_of
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.libraries import library_of
 from castore.keys.pickled import pickled_attributes
@@ -60,7 +61,7 @@ class Changes:
         self.note()
         if self._watched:
             self._digests, self._bindings = _outside(data)
-        self._files = NamedFiles(seen.value for seen in self._seen or ())
+        self._files = NamedFiles(seen.value for seen in walk(data, _MOST) if watched)
 
     @property
     def keeps(self) -> bool:

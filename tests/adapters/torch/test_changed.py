@@ -5,6 +5,7 @@ is not theirs.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import pickle
 import threading
@@ -573,3 +574,160 @@ def test_globals_of_an_encoders_function_may_change(tmp_path: Path, monkeypatch:
     assert encoder(x)[0].tolist() == [3, 3, 3]
     monkeypatch.undo()
     assert encoder(x)[0].tolist() == [2, 2, 2]
+
+
+# --- changes by other people's tools
+
+
+@dataclasses.dataclass(slots=True)
+class Scale:
+    by: float
+
+    def __call__(self, x: float) -> float:
+        return x * self.by
+
+
+class Slotted(Dataset[Any]):
+    __slots__ = ("by",)
+
+    def __init__(self) -> None:
+        self.by = 1.0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return index * self.by
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.weight = torch.nn.Identity(), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: float) -> Any:
+        return (self.act(torch.full((3,), float(x))) * self.weight).sum().item()
+
+
+class Holding(Dataset[Any]):
+    """Makes its samples with a function, a value, and an attribute of the class."""
+
+    size = 1
+
+    def __init__(self, get: Callable[[Any, int], Any], value: Any = None) -> None:
+        self.get, self.value = get, value
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get(self, index)
+
+
+class Stack(list[Any]):
+    pass
+
+
+def step(data: Any, **options: Any) -> None:
+    data.value.weight.grad = torch.ones(3)
+    torch.optim.AdamW(data.value.parameters(), 5.0, **options).step()
+
+
+GLOBAL_NET = Net()
+
+
+def of_net(data: Any, index: int) -> float:
+    return float(data.value(index))
+
+
+def hook(module: Any, given: Any, output: Any) -> Any:
+    return output * 100
+
+
+_OTHER_CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "an attribute in __slots__": (Slotted, lambda data: setattr(data, "by", 9.0)),
+    "a slot of a transform": (
+        lambda: Holding(lambda data, index: data.value(index), Scale(1.0)),
+        lambda data: setattr(data.value, "by", 9.0),
+    ),
+    "a hook": (lambda: Holding(of_net, Net()), lambda data: data.value.register_forward_hook(hook)),
+    "a step": (lambda: Holding(of_net, Net()), step),
+    "a fused step": (lambda: Holding(of_net, Net()), lambda data: step(data, fused=True)),
+    "another activation": (
+        lambda: Holding(of_net, Net()), lambda data: setattr(data.value, "act", torch.nn.Threshold(9, 3)),
+    ),
+    "a namespace": (
+        lambda: Holding(lambda data, index: index * data.value.k, types.SimpleNamespace(k=1)),
+        lambda data: setattr(data.value, "k", 9),
+    ),
+    "an attribute of the class": (
+        lambda: Holding(lambda data, index: index * data.size), lambda data: setattr(Holding, "size", 9),
+    ),
+    "a deque": (
+        lambda: Holding(lambda data, index: index * len(data.value), collections.deque([1])),
+        lambda data: data.value.append(9),
+    ),
+    "a set": (
+        lambda: Holding(lambda data, index: index * len(data.value), {1}), lambda data: data.value.add(9),
+    ),
+    "a list of a class of one's own": (
+        lambda: Holding(lambda data, index: index * data.value[0], Stack([1])),
+        lambda data: data.value.__setitem__(0, 9),
+    ),
+    "an array of records": (
+        lambda: Holding(
+            lambda data, index: index * int(data.value["k"][0]), np.ones(3, dtype=[("k", "i4"), ("j", "i4")])
+        ),
+        lambda data: data.value["k"].fill(9),
+    ),
+    "bytes": (
+        lambda: Holding(lambda data, index: index * data.value[0], bytearray(b"\1")),
+        lambda data: data.value.__setitem__(0, 9),
+    ),
+    "a tensor through NumPy": (
+        lambda: Holding(lambda data, index: index * float(data.value[0]), torch.ones(3)),
+        lambda data: data.value.numpy().fill(9),
+    ),
+    "a global model": (
+        lambda: Holding(lambda data, index: GLOBAL_NET(index)),
+        lambda data: GLOBAL_NET.weight.data.fill_(9),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _OTHER_CHANGES)
+def test_changes_by_other_tools_are_an_error_and_leave_nothing(
+    wrap: Callable[..., Any], name: str, tmp_path: Path
+) -> None:
+    make, change = _OTHER_CHANGES[name]
+    data = make()
+    try:
+        with wrap(data, tmp_path / "cache") as cached:
+            cached[0]
+            change(data)
+            with pytest.raises(InvalidValueError, match="has been changed since"):
+                cached[2]
+    finally:
+        Holding.size = 1
+        GLOBAL_NET.weight.data.fill_(1)
+    fresh = make()
+    with wrap(fresh, tmp_path / "cache") as again:
+        assert [again[index] for index in range(4)] == [fresh[index] for index in range(4)]
+
+
+class Counting(Holding):
+    """Counts its reads in the class."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        Counting.reads += 1
+        return super().__getitem__(index)
+
+
+def test_what_a_dataset_counts_in_its_class_is_no_change(wrap: Callable[..., Any], tmp_path: Path) -> None:
+    data = Counting(lambda data, index: index)
+    with wrap(data, tmp_path / "cache") as cached:
+        for index in range(4):
+            Counting(lambda data, index: index)[0]  # another one counts beside it
+            assert cached[index] == index

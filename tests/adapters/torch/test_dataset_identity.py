@@ -105,6 +105,8 @@ PAIRS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "ConcatDataset": (lambda: ConcatDataset([Held(a=1), Held(a=2)]),
         lambda: ConcatDataset([Held(a=2), Held(a=1)])),
     "StackDataset": (lambda: StackDataset(x=Held(a=1)), lambda: StackDataset(y=Held(a=1))),
+    "order of a StackDataset": (lambda: StackDataset(x=Held(a=1), y=Held(a=1)),
+        lambda: StackDataset(y=Held(a=1), x=Held(a=1))),
     "attribute": (lambda: Held(a=1), lambda: Held(a=2)),
     "attribute name": (lambda: Held(a=1), lambda: Held(b=1)),
     "slots": (lambda: Held(o=Slotted(1, 2)), lambda: Held(o=Slotted(2, 2))),
