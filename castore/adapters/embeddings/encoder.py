@@ -7,11 +7,13 @@ its weights: `state_dict` has the names that it had without this wrapper.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import os
 import secrets
 import warnings
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -25,17 +27,27 @@ from castore.adapters.embeddings.batch_places import PerItem, map_leaves, rebuil
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensors
-from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
+from castore.adapters.embeddings.frozen_encoders import (
+    Before,
+    ChangeDetector,
+    check_frozen,
+    refuse_random_numbers,
+)
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, TABLES, Keys
 from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
 from castore.adapters.embeddings.table_identity import (
     code_digest,
     encoder_digest,
     extracted_key,
+    first_values,
+    forget_first_values,
     item_key,
+    restore_first_values,
     table_name,
 )
 from castore.errors import CacheWarning, InvalidValueError
+from castore.keys.classes import full_name
+from castore.keys.libraries import library_of_class
 
 _CPU = torch.device("cpu")
 # Values of arguments that are settings of a call, and no features.
@@ -88,6 +100,7 @@ class CachedEncoder(nn.Module):
         self._mask = self._config.masks.get(name)
         self._tables: dict[int, Lookup] = {}
         self._store = open_store(store, self._config)
+        forget_first_values(encoder)
         #: 40 hexadecimal digits that identify what the encoder computes.
         self.digest = encoder_digest(encoder, name, self._config.fingerprints.get(name), self._store)
         self._memo: EmbeddingCache | None = None
@@ -167,6 +180,8 @@ class CachedEncoder(nn.Module):
     def encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the encoder without gradients, in its own precision, whatever the first caller's is.
 
+        `settle` follows, after one run or many.
+
         Raises:
             InvalidValueError: it draws random numbers.
         """
@@ -182,25 +197,28 @@ class CachedEncoder(nn.Module):
                 args = [map_tensors(value, move) for value in args]
                 kwargs = {name: map_tensors(value, move) for name, value in kwargs.items()}
             outputs = self.encoder(*args, **kwargs)
-        self._detector.note()  # the encoder may write to itself while it runs
         return (
             outputs
             if self._mask is None
             else remove_padding(outputs, get_mask(kwargs, self._mask, self.name))
         )
 
+    def settle(self) -> None:
+        """Accept what the encoder has changed of itself while it ran."""
+        self._detector.settle()
+
     def _pad(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
         return (
             outputs if self._mask is None else add_padding(outputs, get_mask(kwargs, self._mask, self.name))
         )
 
-    def _refresh_if_changed(self, *, thorough: bool = False) -> None:
+    def _refresh_if_changed(self, before: Before) -> None:
         """If the encoder seems to have changed, compute its digest again."""
-        if self._detector.may_have_changed(thorough=thorough):
+        if self._detector.may_have_changed(before):
             self.refresh_digest()
 
     def _look_up(self, keys: Keys) -> Any:
-        self._refresh_if_changed()
+        self._refresh_if_changed(Before.KEYS)
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
         column = keys.column_in_memory(self.column)
@@ -232,12 +250,14 @@ class CachedEncoder(nn.Module):
 
         def encode(positions: list[int]) -> Any:
             *some, named = select_items(layout, batch, positions)
-            return self.encode(some, named)
+            outputs = self.encode(some, named)
+            self.settle()
+            return outputs
 
-        self._refresh_if_changed()
+        self._refresh_if_changed(Before.ITEMS)
         rows = self.memo.find(keys)
         if bool((rows < 0).any()):
-            self._refresh_if_changed(thorough=True)
+            self._refresh_if_changed(Before.ENCODING)
             self.memo.fill(keys, range(count), encode, batch_size=count)
             rows = self.memo.rows(keys)
         device = self._device(_CPU)
@@ -276,7 +296,7 @@ class CachedEncoder(nn.Module):
 
     def _item_key(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:
         if self._extractor is None:
-            *args, kwargs = map_leaves(layout, lambda _, value: _to_key_form(value), item)
+            *args, kwargs = _plain(map_leaves(layout, lambda _, value: _to_key_form(value), item))
             return item_key((args, kwargs), f"an item that the encoder {self.name!r} is fed")
         *given, named = _only_item(layout, item)
         features = [*given, *named.values()]
@@ -302,6 +322,14 @@ class CachedEncoder(nn.Module):
         if isinstance(self.encoder, nn.Module):
             return self.encoder.state_dict(*args, **kwargs)
         return super().state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_first_values": first_values(self.encoder)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = state.pop("_first_values", {})
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        restore_first_values(self.encoder, values)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -365,7 +393,17 @@ def _learn_layout(batch: tuple[Any, ...]) -> tuple[int, Any]:
 
 def _has_items(value: Any) -> bool:
     """Whether a part of a batch has one element for each item, whatever the other parts are."""
-    return isinstance(value, list) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+    if isinstance(value, torch.Tensor):
+        return _is_dense(value) and value.ndim > 0
+    return isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether items can be taken from a tensor: a sparse or nested one has none, and an item would lack the
+    attributes that somebody has set on the tensor.
+    """
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and all(name.startswith("_") for name in tensor.__dict__)
 
 
 def _is_tuple_of_texts(value: Any) -> bool:
@@ -377,10 +415,17 @@ def _lengths(value: Any, has_items: Callable[[Any], bool]) -> set[int]:
     """The lengths of all parts that have items."""
     if has_items(value):
         return {len(value)}
-    if isinstance(value, Mapping | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, tuple) or _is_mapping_of_parts(value):
+        inner = value if isinstance(value, tuple) else value.values()
         return set().union(*(_lengths(one, has_items) for one in inner))
     return set()
+
+
+def _is_mapping_of_parts(value: Any) -> bool:
+    """Whether a mapping is its parts, and nothing else: another class may answer for names that it lacks."""
+    cls = type(value)
+    is_known = cls in (dict, OrderedDict) or (issubclass(cls, UserDict) and library_of_class(cls) is not None)
+    return is_known and isinstance(value, Mapping)
 
 
 def _layout_of(value: Any, count: int) -> Any:
@@ -393,8 +438,11 @@ def _layout_of(value: Any, count: int) -> Any:
         return PerItem("tensor" if is_tensor else "numpy" if is_array else "list")
     if _is_tuple_of_texts(value) and len(value) == count:
         return PerItem("tuple")
-    if isinstance(value, Mapping):
-        return {name: _layout_of(inner, count) for name, inner in value.items()}
+    if _is_mapping_of_parts(value):
+        layout = copy.copy(value)
+        for name, inner in value.items():
+            layout[name] = _layout_of(inner, count)
+        return layout
     return (
         rebuild_sequence(value, [_layout_of(inner, count) for inner in value])
         if isinstance(value, tuple)
@@ -405,6 +453,16 @@ def _layout_of(value: Any, count: int) -> Any:
 def _to_key_form(value: Any) -> Any:
     """An item in the form that its key is made of. The dtype of an array of texts depends on its batch."""
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "USO" else value
+
+
+def _plain(value: Any) -> Any:
+    """A batch's parts as they count in keys: of a mapping of a library's, such as a tokenizer's result, its
+    class and its parts.
+    """
+    if _is_mapping_of_parts(value):
+        parts = {name: _plain(inner) for name, inner in value.items()}
+        return parts if type(value) is dict else (full_name(type(value)), parts)
+    return rebuild_sequence(value, [*map(_plain, value)]) if isinstance(value, tuple) else value
 
 
 def _only_item(layout: Any, value: Any) -> Any:
@@ -439,6 +497,8 @@ def _other_than_defaults(encoder: Any, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and not _is_dense(value):
+        return f"a {type(value).__name__} that is sparse or nested, or has attributes"
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}" + (

@@ -193,7 +193,11 @@ def check_alike(kept: Schema, new: Schema, where: str) -> None:
             raise SerializationError(
                 f"{where}: {old.name} is {_describe(fresh)}, where it was {_describe(old)}{hint}"
             )
-    raise SerializationError(f"{where}: the outputs are nested otherwise than those kept before")
+    raise SerializationError(
+        f"{where}: the outputs are nested otherwise than those kept before; if an argument of the call"
+        " changes what the encoder returns (return_dict=False), build it into the encoder, and wrap one for"
+        " each value"
+    )
 
 
 def restore_leaf(leaf: Leaf, values: torch.Tensor, lengths: torch.Tensor | None) -> Any:

@@ -12,15 +12,19 @@ import functools
 import inspect
 import operator
 import random
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from castore.adapters.noted_globals import functions_in, reached_bindings
+from castore.adapters.noted_values import assigned, fused_writes, kind_of, walk
 from castore.errors import InvalidValueError
 from castore.keys.bytecode import attributes_read, codes, steps
 
@@ -30,6 +34,12 @@ RANDOM_ADVICE = (
     " uncached with CacheType.NONE"
 )
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
+# Values of an encoder that are noted, at most.
+_MOST = 20_000
+_WITH_CODE = frozenset({"function", "method", "object", "module"})
+# Looks at all values take a fiftieth of the time of look-ups, but for encoders of few values.
+_PAUSE = 50
+_FEW = 100
 
 
 def why_not_frozen(encoder: Any) -> str | None:
@@ -133,46 +143,101 @@ def _has_code_for_train_mode(kind: Any) -> bool:
     return any("training" in attributes_read(function.__code__) for function in functions)
 
 
-class ChangeDetector:
-    """Cheap signs of a changed encoder: its weights' addresses and versions, and whether they are trained; a
-    function's outer names; before something is encoded also hooks, replaced methods, and train mode.
+class Before(Enum):
+    """The use of an encoder that follows a look for changes: a look-up of keys, which takes microseconds, one
+    of items, which takes milliseconds, or encoding.
+    """
 
-    Settings of its modules are not noticed, nor objects that a function reaches through other objects.
+    KEYS, ITEMS, ENCODING = range(3)
+
+
+class ChangeDetector:
+    """Signs of a changed encoder. A sign is no proof: an equal value in the place of another is one too.
+
+    Before each look-up the weights' addresses and counts of writes are compared, whether they are trained,
+    and a function's outer names; before a look-up of items also which values the attributes of modules have.
+    Before something is encoded, and before a look-up now and then, all values within the encoder are, and the
+    globals that its code reads.
+
+    Args:
+        encoder: a module or a function.
     """
 
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
+        self._next_look = 0.0  # by time.perf_counter()
         self.note()
 
     def note(self) -> None:
         """Take the present state as the one to compare with."""
         self._is_copy = False
+        self._globals = reached_bindings(
+            function
+            for seen in walk(self._encoder, _MOST)
+            if kind_of(type(seen.value)) in _WITH_CODE
+            for function in functions_in(seen.value)
+        )
+        self.settle()
+
+    def settle(self) -> None:
+        """Accept the changes that the encoder has made to itself while it ran."""
+        self._process = process_settings()
         self._outside = _function_values(self._encoder)
         self._weights = _weights(self._encoder)
         self._write_states = _write_states(self._weights)
-        self._attached = _attached(self._encoder)
+        self._attributes = _attributes(self._encoder)
+        self._seen = walk(self._encoder, _MOST)
+        self._globals = [one.now() for one in self._globals]
 
-    def may_have_changed(self, *, thorough: bool = False) -> bool:
+    def may_have_changed(self, before: Before) -> bool:
         """Whether the encoder seems to differ from the noted state.
 
         Args:
-            thorough: also notice other weights in the place of these, hooks, replaced methods and modules
-                that were put into train mode, and take an encoder without weights as changed.
+            before: what follows. Before encoding all values are compared, and an encoder without weights
+                counts as changed.
         """
-        if self._is_copy:
+        if self._is_copy or process_settings() != self._process:
             return True
         outside = _function_values(self._encoder)
         if any(outside.get(name) is not value for name, value in self._outside.items()):
             return True
-        if not thorough:
-            return _write_states(self._weights) != self._write_states
-        weights, attached = _weights(self._encoder), _attached(self._encoder)
-        same = len(attached) == len(self._attached) and all(map(operator.is_, attached, self._attached))
-        return not (weights and same) or _write_states(weights) != self._write_states
+        if _write_states(self._weights) != self._write_states:
+            return True
+        if before is Before.ENCODING:
+            return not self._weights or self._differs()
+        if before is Before.ITEMS:
+            is_small = len(self._seen) + len(self._globals) <= _FEW
+            if is_small or not _are_same(_attributes(self._encoder), self._attributes):
+                return self._differs()
+        began = time.perf_counter()
+        if began < self._next_look:
+            return False
+        changed = self._differs()
+        now = time.perf_counter()
+        self._next_look = now + _PAUSE * (now - began)
+        return changed
+
+    def _differs(self) -> bool:
+        now = walk(self._encoder, _MOST)
+        return (
+            len(now) != len(self._seen)
+            or any(
+                new.value is not old.value or new.mark != old.mark
+                for new, old in zip(now, self._seen, strict=True)
+            )
+            or any(one.is_old() for one in self._globals)
+            or _write_states(_weights(self._encoder)) != self._write_states
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy, and in another process, everything has another address: nothing is known of its state.
         return {"_encoder": self._encoder, "_is_copy": True}
+
+
+def process_settings() -> tuple[torch.dtype, list[Any]]:
+    """The default dtype, and the hooks that torch has for all modules."""
+    tables = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+    return torch.get_default_dtype(), [hook for table in tables for hook in table.values()]
 
 
 def _function_values(encoder: Any) -> dict[str, Any]:
@@ -184,27 +249,40 @@ def _weights(encoder: Any) -> list[torch.Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _attached(encoder: Any) -> list[object]:
-    """The hooks of all modules, the methods in the place of ``forward``, and modes that count."""
+def _attributes(encoder: Any) -> list[object]:
+    """The values of the attributes of all modules, but for those that `forward` assigns."""
     found: list[object] = []
-    for module in (module for _, held in _used_modules(encoder) for module in held.modules()):
-        found += module._forward_hooks.values()
-        found += module._forward_pre_hooks.values()
-        found.append(vars(module).get("forward"))
-        if _differs_in_training(module) or reads_train_mode(module):
-            found.append(module.training)
+    for _, held in _used_modules(encoder):
+        todo: list[nn.Module | None] = [held]
+        while todo:
+            module = todo.pop()
+            if module is not None:
+                own = assigned(type(module))
+                state = vars(module)
+                found += [item for name, item in state.items() if name not in own] if own else state.values()
+                found += state["_forward_hooks"].values()
+                found += state["_forward_pre_hooks"].values()
+                inner = state["_modules"].values()
+                found += inner
+                todo += inner
     return found
 
 
-def _write_states(tensors: list[torch.Tensor]) -> list[tuple[int, int, bool]]:
-    """Each tensor's address, the number of writes that torch has counted, and whether it is trained.
+def _are_same(values: list[object], others: list[object]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
+
+
+def _write_states(tensors: list[torch.Tensor]) -> list[object]:
+    """Each tensor's address, the number of writes that torch has counted, and whether it is trained; and the
+    writes of fused optimizers.
 
     Each look-up of a batch asks for all of a deep encoder, so most are asked in one go.
     """
     if _PLAIN.issuperset(map(type, tensors)):
         with suppress(RuntimeError):  # sparse ones have no address, those of inference mode no counter
-            return [(tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors]
-    return [*map(_write_state, tensors)]
+            states = [(tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors]
+            return [states, fused_writes(tensors)]
+    return [[*map(_write_state, tensors)], fused_writes(tensors)]
 
 
 def _write_state(tensor: torch.Tensor) -> tuple[int, int, bool]:

@@ -277,6 +277,8 @@ class _LoaderPlan:
             label=self.role,
             progress=progress,
         )
+        for source in self.encoders:
+            stand_ins[source.name].settle()
 
     def make_loader(self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig) -> DataLoader[Any]:
         """The loader to train with."""

@@ -2,9 +2,11 @@
 
 An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own
 modules) and by its attributes; a tokenizer counts by its rules. Traces of use do not count: attributes that
-``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. Train mode does not count
-either, unless a module's own code reads it: torch's modules that differ in training are refused. Must never
-give a random answer: anything without a stable hash is an UnhashableError with the remedy.
+``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. If the user's code also reads
+such an attribute, the value that it had when the module was first hashed counts: ``self.mean =
+self.mean.to(x.device)`` moves a setting. Train mode does not count either, unless a module's own code reads
+it: torch's modules that differ in training are refused. Must never give a random answer: anything without a
+stable hash is an UnhashableError with the remedy.
 """
 
 from __future__ import annotations
@@ -12,24 +14,30 @@ from __future__ import annotations
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import torch
 from blake3 import blake3
 from torch import nn
 
-from castore.adapters.embeddings.frozen_encoders import reads_train_mode
+from castore.adapters.embeddings.frozen_encoders import process_settings, reads_train_mode
 from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import InvalidValueError, UnhashableError
-from castore.keys.bytecode import attributes_set_of
-from castore.keys.encoder import Encoder
+from castore.keys.bytecode import attributes_read_of, attributes_set_of
+from castore.keys.classes import has_member, per_class
+from castore.keys.encoder import Encoder, UnencodableError
 from castore.keys.encoder import key as key_of_config
 from castore.keys.functions import orders, uncompiled
+from castore.keys.libraries import library_of_class
 from castore.keys.objects import OBJECTS
-from castore.keys.pickled import lasting, marks_of, state_parts
+from castore.keys.pickled import lasting, marks_of, pickled_attributes, state_parts
 from castore.keys.registry import Rules, Table
-from castore.keys.torch_modules import IN_ORDER, order_of_parts
-from castore.keys.tracing import encode
+from castore.keys.torch_modules import IN_ORDER, order_of_parts, patched_methods
+from castore.keys.tracing import Encoded, encode
 from castore.keys.values import (
     random_rows,
     refuse_random,
@@ -81,7 +89,9 @@ def encoder_digest(encoder: Any, name: str, given: object = None, store: Store |
     >>> encoder_digest(first, "encoder") == encoder_digest(again.eval(), "encoder")
     True
     """
-    return _digest(encoder, f"encoder {name!r}", name, given, store)
+    digits = _digest(encoder, f"encoder {name!r}", name, given, store)
+    around = _process_parts(name) if given is None else []
+    return digits if not around else key_of_config([digits, *around])
 
 
 def code_digest(
@@ -112,6 +122,17 @@ def data_digest(dataset: Any, role: str, given: object = None, store: Store | No
     if doubts is not None and store is not None:
         doubts.compare(store, f"the {role} loader's dataset", _random_advice(role))
     return digits
+
+
+def _process_parts(option: str) -> list[object]:
+    """The settings of the whole process that change an encoder's result, if they are not torch's own."""
+    found: list[object] = []
+    dtype, hooks = process_settings()
+    if dtype is not torch.float32:
+        found.append(str(dtype))
+    if hooks:
+        found.append(_encoded(hooks, "torch's hooks for all modules", option).code)
+    return found
 
 
 def table_name(label: str, parts: Mapping[str, object]) -> str:
@@ -148,14 +169,18 @@ def extracted_key(extractor: Callable[[Any], object], feature: Any, *numbers: in
 def _digest(value: Any, what: str, option: str, given: object, store: Store | None) -> str:
     if given is not None:
         return key_of_config(given)
-    try:
-        encoded = encode(_MODELS, value, what)
-    except UnhashableError as error:
-        raise UnhashableError(f"{error}; {_remedy(option)}") from None
+    encoded = _encoded(value, what, option)
     doubts = encoded.doubts() if store is not None else None
     if doubts is not None and store is not None:
         doubts.compare(store, what, _random_advice(option))
     return str(blake3(_VERSION + encoded.code).hexdigest()[:_DIGITS])
+
+
+def _encoded(value: Any, what: str, option: str) -> Encoded:
+    try:
+        return encode(_MODELS, value, what)
+    except UnhashableError as error:
+        raise UnhashableError(f"{error}; {_remedy(option)}") from None
 
 
 def _remedy(option: str) -> str:
@@ -171,10 +196,36 @@ def _held(encoder: Encoder, value: Any) -> bytes | None:
     return _HELD(encoder, value) if uncompiled(value) is value else None
 
 
+def _with_weights(encoder: Encoder, value: Any) -> bytes | None:
+    """An object of the user's that leaves a model or weights out of its pickle. They count all the same."""
+    if not _pickles_itself(type(value)):
+        return None
+    code = OBJECTS(encoder, value)
+    pickled = pickled_attributes(value) or {}
+    weights = {
+        name: item
+        for name, item in sorted(vars(value).items())
+        if name not in pickled and isinstance(item, nn.Module | torch.Tensor | np.ndarray)
+    }
+    if not weights:
+        return code
+    parts = [(name, encoder.part(item, f".{name}")) for name, item in weights.items()]
+    return encoder.tagged("with weights", code, parts)
+
+
+@per_class
+def _pickles_itself(cls: type) -> bool:
+    own = [base for base in cls.__mro__ if not library_of_class(base)]
+    names = ("__getstate__", "__reduce__", "__reduce_ex__")
+    is_plain = not issubclass(cls, nn.Module | type) and bool(own) and has_member(cls, "__dict__")
+    return is_plain and any(name in vars(base) for base in own for name in names)
+
+
 def _module(encoder: Encoder, value: nn.Module) -> Iterator[Any]:
     encoder.number(value)
     yield from ("module", encoder.part(type(value), f" -> {type(value).__name__}"))
-    noise = _MODULE_NOISE | {*_HOOKS} | _assigned_attributes(type(value).forward)
+    assigned = _assigned_attributes(type(value))
+    noise = _MODULE_NOISE | {*_HOOKS} | assigned
     if reads_train_mode(value):
         noise -= {"training"}
     state = {name: item for name, item in vars(value).items() if name not in noise}
@@ -188,6 +239,59 @@ def _module(encoder: Encoder, value: nn.Module) -> Iterator[Any]:
         encoder.marks = around
     if order is not None:
         yield "order", order
+    if settings := _assigned_settings(encoder, value, assigned):
+        yield "assigned", sorted(settings.items())
+    for name, function in patched_methods(type(value)):
+        yield name, encoder.part(function, f".{name}")
+
+
+#: For each module the first values of the settings that its `forward` assigns, as canonical bytes.
+_first_values: weakref.WeakKeyDictionary[nn.Module, dict[str, bytes]] = weakref.WeakKeyDictionary()
+
+
+def first_values(encoder: Any) -> dict[str, dict[str, bytes]]:
+    """The first values of the settings that modules assign, by module, for a copy of an encoder."""
+    named = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
+    return {name: _first_values[module] for name, module in named if module in _first_values}
+
+
+def forget_first_values(encoder: Any) -> None:
+    """Have the settings that modules assign count as they are now."""
+    for module in encoder.modules() if isinstance(encoder, nn.Module) else ():
+        _first_values.pop(module, None)
+
+
+def restore_first_values(encoder: Any, values: Mapping[str, dict[str, bytes]]) -> None:
+    """Let a copy of an encoder have the first values of the original."""
+    for name, module in encoder.named_modules() if isinstance(encoder, nn.Module) else ():
+        if name in values:
+            _first_values[module] = values[name]
+
+
+def _assigned_settings(encoder: Encoder, module: nn.Module, assigned: frozenset[str]) -> dict[str, bytes]:
+    if not assigned or library_of_class(type(module)):
+        return {}
+    if module not in _first_values:
+        read = _attributes_read(type(module)) & assigned
+        given = {name: item for name, item in vars(module).items() if name in read and item is not None}
+        found: dict[str, bytes] = {}
+        for name, item in given.items():
+            with suppress(UnencodableError):
+                found[name] = encoder.beside().part(item, f".{name}")
+        _first_values[module] = found
+    return _first_values[module]
+
+
+@per_class
+def _attributes_read(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` that methods of the user's read, other than to update them in place."""
+    members = (item for base in cls.__mro__ if not library_of_class(base) for item in vars(base).values())
+    found: frozenset[str] = frozenset()
+    for member in members:
+        code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
+        if isinstance(code, types.CodeType) and code.co_argcount:
+            found |= attributes_read_of(code, code.co_varnames[0])
+    return found
 
 
 def _scripted(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -213,12 +317,16 @@ _HELD = Table(
         *random_rows(_random),
     ]
 )
-_MODELS = Rules(_held, OBJECTS, orders=orders, left_out=_LIBRARY_NOISE)
+_MODELS = Rules(_held, _with_weights, OBJECTS, orders=orders, left_out=_LIBRARY_NOISE)
 
 
-def _assigned_attributes(function: Any) -> set[str]:
-    """Attributes of ``self`` that a method assigns."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if not isinstance(code, types.CodeType) or not code.co_argcount:
-        return set()
-    return set(attributes_set_of(code, code.co_varnames[0]))
+@per_class
+def _assigned_attributes(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` that a class's `forward`, or that of one of its bases, assigns."""
+    found: frozenset[str] = frozenset()
+    for base in cls.__mro__:
+        forward: Any = vars(base).get("forward")
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        if isinstance(code, types.CodeType) and code.co_argcount:
+            found |= attributes_set_of(code, code.co_varnames[0])
+    return found

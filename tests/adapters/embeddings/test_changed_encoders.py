@@ -1,0 +1,411 @@
+"""Encoders that change after they were wrapped, by the ways of other people's tools: known items and new ones
+come from the encoder as it is, and nothing is kept under the key of the encoder as it was.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from torch import nn
+
+from castore import Store
+from castore.adapters.embeddings import CachedEncoder, cache_embeddings
+from castore.errors import CacheWarning, InvalidValueError
+from tests.adapters.embeddings.models import Encoder, Model, features, in_batches, loader
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(8, 4).requires_grad_(False)
+
+
+class Experts(nn.Module):
+    """Holds modules and a tensor where torch does not see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.shift = [linear(), linear()], torch.zeros(4)
+        self.scale, self.act = 1.0, nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.act(sum(expert(x) for expert in self.experts) + self.shift) * self.scale
+
+
+@contextmanager
+def trained(encoder: nn.Module) -> Iterator[None]:
+    encoder.requires_grad_(True)
+    encoder(features(3)).sum().backward()
+    yield
+    encoder.requires_grad_(False)
+
+
+def step(make: Callable[..., torch.optim.Optimizer], encoder: nn.Module) -> None:
+    with trained(encoder):
+        make(encoder.parameters(), lr=1.0, fused=True).step()
+
+
+def write_through_data(encoder: Any) -> None:
+    encoder.weight.data += 1
+
+
+def set_on_class(encoder: Any) -> None:
+    Gain.factor = 3.0
+
+
+class Gain(nn.Module):
+    factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :4] * self.factor
+
+
+_CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "a fused step of SGD": (linear, lambda encoder: step(torch.optim.SGD, encoder)),
+    "a fused step of AdamW": (linear, lambda encoder: step(torch.optim.AdamW, encoder)),
+    "a write through .data": (linear, write_through_data),
+    "a write to a module in a list": (Experts, lambda encoder: encoder.experts[0].weight.mul_(2)),
+    "other weights for a module in a list": (
+        Experts,
+        lambda encoder: encoder.experts[1].load_state_dict(nn.Linear(8, 4).state_dict()),
+    ),
+    "a write to a tensor that is no buffer": (Experts, lambda encoder: encoder.shift.add_(1)),
+    "a setting": (Experts, lambda encoder: setattr(encoder, "scale", 2.0)),
+    "another activation": (Experts, lambda encoder: setattr(encoder, "act", nn.Sigmoid())),
+    "a hook": (Experts, lambda encoder: encoder.act.register_forward_hook(lambda _, given, out: out + 1)),
+    "an attribute of its class": (Gain, set_on_class),
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_a_changed_encoder_gives_its_own_embeddings_and_keeps_none_under_the_old_key(
+    store: Store, name: str
+) -> None:
+    make, change = _CHANGES[name]
+    encoder, known, new = make(), features(4), features(8)[4:]
+    try:
+        cached = CachedEncoder(encoder, store=store)
+        cached(known)
+        change(encoder)
+        for inputs in (known, new):
+            assert torch.allclose(cached(inputs), encoder(inputs), atol=1e-5)
+    finally:
+        Gain.factor = 2.0
+    fresh = make()
+    assert torch.allclose(CachedEncoder(fresh, store=store)(new), fresh(new), atol=1e-5)
+
+
+def test_weights_of_inference_mode_are_compared_too(store: Store) -> None:
+    with torch.inference_mode():
+        encoder, other = linear(), nn.Linear(8, 4)
+        cached = CachedEncoder(encoder, store=store)
+        cached(features(4))
+        encoder.load_state_dict(other.state_dict())
+        assert torch.allclose(cached(features(8)), encoder(features(8)), atol=1e-5)
+        fresh = linear()
+        assert torch.allclose(CachedEncoder(fresh, store=store)(features(8)), fresh(features(8)), atol=1e-5)
+
+
+def test_a_vectorizer_that_is_fitted_anew_beside_a_frozen_head_is_noticed(store: Store) -> None:
+    vectorizer = TfidfVectorizer(token_pattern=r"\w+", max_features=4).fit(["a b c", "b c d", "cat dog"])
+    head = nn.Linear(4, 2).requires_grad_(False)
+
+    def encode(texts: list[str]) -> torch.Tensor:
+        given: torch.Tensor = head(torch.tensor(vectorizer.transform(texts).toarray(), dtype=torch.float32))
+        return given
+
+    cached = CachedEncoder(encode, store=store)
+    before = cached(["a cat", "b dog b"])
+    vectorizer.fit(["b cat d", "c d dog", "a a b dog dog"])
+    for texts in (["a cat", "b dog b"], ["dog", "a b c"]):
+        assert torch.allclose(cached(texts), encode(texts), atol=1e-6)
+    vectorizer.fit(["a b c", "b c d", "cat dog"])
+    assert torch.equal(CachedEncoder(encode, store=store)(["a cat", "b dog b"]), before)
+
+
+FACTORS = [2.0]
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTORS[0]
+
+
+def through_a_helper(x: torch.Tensor) -> torch.Tensor:
+    return scaled(x) + 1
+
+
+@pytest.mark.parametrize("encode", [scaled, through_a_helper])
+def test_an_element_of_a_global_list_is_noticed(store: Store, encode: Any) -> None:
+    cached, inputs = CachedEncoder(encode, store=store), features(3)
+    cached(inputs)
+    try:
+        FACTORS[0] = 5.0
+        assert torch.equal(cached(inputs), encode(inputs))
+    finally:
+        FACTORS[0] = 2.0
+
+
+def test_a_change_for_a_while_is_over_when_it_is_over(store: Store) -> None:
+    encoder = Experts()
+    cached = CachedEncoder(encoder, store=store)
+    for scale in (1.0, 3.0, 1.0):
+        encoder.scale = scale
+        assert torch.allclose(cached(features(4)), encoder(features(4)), atol=1e-6)
+
+
+def test_keys_of_an_encoder_that_got_a_fused_step_are_an_error(store: Store) -> None:
+    model = Model()
+    kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
+    batch, _ = next(iter(kept))
+    step(torch.optim.SGD, model.encoder.encoder)
+    with pytest.raises(InvalidValueError, match="call cache_embeddings again"):
+        model(batch)
+
+
+# --- what the key holds
+
+
+class Moved(nn.Module):
+    """Moves a setting that is no buffer, as user code does."""
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.mean, self.calls = torch.tensor([mean] * 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean.to(x.device)
+        self.calls += 1
+        return x - self.mean
+
+
+def test_a_setting_that_forward_assigns_counts_as_it_was_at_first(store: Store) -> None:
+    inputs = features(4)
+    for mean in (0.0, 1.0, 0.0):
+        encoder = Moved(mean)
+        assert torch.equal(CachedEncoder(encoder, store=store)(inputs), inputs - mean)
+    assert encoder.calls == 0
+    encoder.mean = torch.ones(8)
+    assert torch.equal(CachedEncoder(encoder, store=store)(inputs), inputs - 1)
+
+
+class LazilyMade(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        return self.layer(x) + self.table
+
+
+def test_what_an_encoder_makes_when_it_first_runs_changes_no_key(store: Store) -> None:
+    cached = CachedEncoder(LazilyMade(), store=store)
+    digest = cached.digest
+    cached(features(4))
+    cached.refresh_digest()
+    assert cached.digest == digest
+    copy = pickle.loads(pickle.dumps(cached))
+    assert torch.equal(copy(features(4)), cached(features(4)))
+    assert copy.digest == digest
+
+
+class Chain(nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            torch.manual_seed(ord(name))
+            self.add_module(name, nn.Linear(8, 8))
+            self.register_buffer(f"shift_{name}", torch.tensor(float(ord(name))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Shifts(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for shift in self.buffers():
+            x = torch.tanh(x * shift - 1)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Chain, Shifts])
+def test_the_order_of_parts_counts_where_an_encoder_runs_through_them(store: Store, kind: Any) -> None:
+    for names in ("ab", "ba"):
+        encoder = kind(names).requires_grad_(False)
+        assert torch.allclose(
+            CachedEncoder(encoder, store=store)(features(4)), encoder(features(4)), atol=1e-6
+        )
+
+
+class Service:
+    """Leaves its model out of its pickle, as for workers."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(8, 2).requires_grad_(False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_an_encoder_leaves_out_of_its_pickle_counts(store: Store) -> None:
+    for seed in (1, 2):
+        encoder = Service(seed)
+        assert torch.allclose(CachedEncoder(encoder, store=store)(features(4)), encoder(features(4)))
+
+
+def test_hooks_for_all_modules_and_methods_in_the_place_of_torchs_count(store: Store) -> None:
+    inputs, encoder = features(4), linear()
+    cached = CachedEncoder(encoder, store=store)
+    plain, forward = cached(inputs), nn.Linear.forward
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: output * 2 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        for each in (cached, CachedEncoder(linear(), store=store)):
+            assert torch.equal(each(inputs), plain * 2)
+    finally:
+        hook.remove()
+    assert torch.equal(cached(inputs), plain)
+    nn.Linear.forward = lambda self, x: forward(self, x) * 3  # type: ignore[method-assign,assignment]
+    try:
+        assert torch.equal(CachedEncoder(linear(), store=store)(inputs), plain * 3)
+    finally:
+        nn.Linear.forward = forward  # type: ignore[method-assign]
+    assert torch.equal(CachedEncoder(linear(), store=store)(inputs), plain)
+
+
+class Positions(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :2] + torch.tensor([[0.1, 0.2]])
+
+
+def test_the_default_dtype_counts(store: Store) -> None:
+    encoder, inputs = Positions(), features(4).double()
+    cached = CachedEncoder(encoder, store=store)
+    assert torch.equal(cached(inputs), encoder(inputs))
+    torch.set_default_dtype(torch.float64)
+    try:
+        for each in (cached, CachedEncoder(encoder, store=store)):
+            assert torch.equal(each(inputs), encoder(inputs))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(cached(inputs), encoder(inputs))
+
+
+# --- what the encoder is given
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def tagged(scale: float) -> torch.Tensor:
+    tensor = torch.ones(2, 3).as_subclass(Tagged)
+    tensor.scale = scale  # type: ignore[attr-defined]
+    return tensor
+
+
+def by_scale(x: Any) -> Any:
+    return torch.ones(2, 3) * x.scale
+
+
+def test_attributes_of_a_tensor_reach_the_encoder(store: Store) -> None:
+    cached = CachedEncoder(by_scale, store=store)
+    with pytest.warns(CacheWarning, match="sparse or nested, or has attributes"):
+        assert torch.equal(cached(tagged(3.0)), by_scale(tagged(3.0)))
+    assert torch.equal(cached(tagged(5.0)), by_scale(tagged(5.0)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["sparse", "CSR", "nested", "jagged"])
+def test_tensors_without_items_go_through_the_encoder(store: Store, layout: str) -> None:
+    parts = [torch.ones(2), torch.ones(3)]
+    inputs = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "CSR": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+    }[layout]()
+
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.sum()[None] for part in x.unbind()]) if x.is_nested else x.to_dense() * 2
+
+    cached = CachedEncoder(encode, store=store)
+    with pytest.warns(CacheWarning, match="sparse or nested"):
+        assert torch.equal(cached(inputs), encode(inputs))
+
+
+def test_a_tokenizers_result_stays_one_and_is_cached_item_by_item(store: Store) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def encode(batch: Any) -> Any:
+        return batch.input_ids.to(torch.float32) * (3 if "Batch" in type(batch).__name__ else 1)
+
+    cached = CachedEncoder(encode, store=store)
+    batch = transformers.BatchEncoding({"input_ids": torch.arange(6).reshape(2, 3)})
+    for _ in range(2):
+        assert torch.equal(cached(batch), encode(batch))
+    assert len(cached.memo) == 2
+
+
+def test_mappings_keep_their_class(store: Store) -> None:
+    def encode(batch: Any) -> Any:
+        return batch["x"] * len(type(batch).__name__)
+
+    for kind in (dict, OrderedDict):
+        batch = kind(x=torch.ones(2, 3))
+        assert torch.equal(CachedEncoder(encode, store=store)(batch), encode(batch))
+
+
+def test_a_mapping_that_answers_for_names_it_lacks_goes_through_the_encoder(store: Store) -> None:
+    batch = defaultdict(lambda: torch.full((2, 3), 7.0), a=torch.ones(2, 3))
+
+    def encode(given: Any) -> Any:
+        return given["a"] + given.get("bias", given.default_factory())
+
+    cached = CachedEncoder(encode, store=store)
+    with pytest.warns(CacheWarning, match="encoded each time"):
+        assert torch.equal(cached(batch), torch.full((2, 3), 8.0))
+
+
+# --- training on embeddings
+
+
+def test_an_encoder_that_runs_by_itself_between_look_ups_is_no_change(store: Store) -> None:
+    model, raw = Model(), loader(shuffle=False)
+    kept, _ = cache_embeddings(model, raw, store=store)
+    for _ in range(3):
+        for batch, _ in kept:
+            model.encoder.encoder(features(2))
+            model(batch)
+    assert torch.equal(torch.cat([model(x) for x, _ in kept]), in_batches(Model(), features()))
+
+
+def test_a_counter_of_a_base_class_is_no_change(store: Store) -> None:
+    encoder = Base()
+    cached = CachedEncoder(encoder, store=store)
+    digest = cached.digest
+    cached(features(4))
+    encoder(features(4))
+    cached(features(8))
+    assert cached.digest == digest
+    assert encoder.encoded == 12
+
+
+class Base(Encoder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
