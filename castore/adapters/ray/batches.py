@@ -6,8 +6,9 @@ batch twice, wherever it runs: Ray Data reads the input again, and begins with t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from castore.store import Store
 
 #: The folder of batches' results.
 BATCHES_FOLDER = ".ray/batches"
+_ARGUMENTS = ("fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs")
 
 
 def map_batches(
@@ -37,7 +39,9 @@ def map_batches(
 
     Args:
         dataset: of Ray Data. Its batches must be the same each time: no shuffle with a new seed before.
-        function: of a batch; it gives the same result for the same batch.
+        function: of a batch, a generator function of one, or a class whose objects are such functions; it
+            gives the same result for the same batch. A class makes its object in an actor, as soon as a batch
+            is not kept: give its arguments as ``fn_constructor_args`` and ``fn_constructor_kwargs``.
         store: of this process, opened with a ``remote``; the nodes' stores are found as `run_on_nodes` finds
             them.
         batch_size: rows of a batch, at most. Another size finds nothing that is kept.
@@ -49,23 +53,71 @@ def map_batches(
         InvalidValueError: the store has no ``remote``.
         UnhashableError: the function has no stable hash.
     """
-    place, fingerprint = Place.of(store), operator_fingerprint(function)
+    given = {name: options.pop(name, None) for name in _ARGUMENTS}
+    made = partial(function, *(given["fn_constructor_args"] or ()), **(given["fn_constructor_kwargs"] or {}))
+    arguments = given["fn_args"] or (), given["fn_kwargs"] or {}
+    is_class = isinstance(function, type)
+    call = partial(_arguments, *arguments[0], **arguments[1])
+    fingerprint = operator_fingerprint(made if is_class else function)
+    if any(arguments):
+        fingerprint = key([fingerprint, operator_fingerprint(call)])
+    settings = Place.of(store), fingerprint, batch_format, arguments
+    options |= {"batch_size": batch_size, "batch_format": "pyarrow"}
+    if is_class:
+        return dataset.map_batches(_KeptBatches, fn_constructor_args=(made, *settings), **options)
+    kept = _KeptBatches(lambda: function, *settings)
 
-    def find_or_compute(batch: pa.Table) -> pa.Table:
-        name = f"{BATCHES_FOLDER}/{key([fingerprint, batch_format, _digest(batch)])}"
-        return _open(place).get_or_compute(name, lambda: _compute(function, batch, batch_format))
+    def find_or_compute(batch: pa.Table) -> pa.Table:  # Ray takes functions and classes, and no objects
+        return kept(batch)
 
-    return dataset.map_batches(find_or_compute, batch_size=batch_size, batch_format="pyarrow", **options)
+    return dataset.map_batches(find_or_compute, **options)
+
+
+class _KeptBatches:
+    """A function of a batch that looks for each result in the node's store first.
+
+    Args:
+        make: makes the function that computes, when the first batch is not kept.
+        place: of the node's store.
+        fingerprint, batch_format: of the function, and of what it takes.
+        arguments: of the function besides the batch, and those with names.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Callable[..., Any]],
+        place: Place,
+        fingerprint: str,
+        batch_format: str,
+        arguments: tuple[Any, dict[str, Any]],
+    ) -> None:
+        self._make, self._place = make, place
+        self._fingerprint, self._batch_format, self._arguments = fingerprint, batch_format, arguments
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        name = f"{BATCHES_FOLDER}/{key([self._fingerprint, self._batch_format, _digest(batch)])}"
+        table: pa.Table = _open(self._place).get_or_compute(name, lambda: self._compute(batch))
+        return table
+
+    def _compute(self, batch: pa.Table) -> pa.Table:
+        if self._function is None:
+            self._function = self._make()
+        positional, named = self._arguments
+        given = BlockAccessor.for_block(batch).to_batch_format(self._batch_format)
+        result = self._function(given, *positional, **named)
+        parts = result if inspect.isgenerator(result) else [result]
+        tables = [BlockAccessor.for_block(BlockAccessor.batch_to_block(part)).to_arrow() for part in parts]
+        return tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="default")
+
+
+def _arguments(*positional: Any, **named: Any) -> None:
+    """Stands for a function whose arguments alone are to be hashed."""
 
 
 @cache
 def _open(place: Place) -> Store:
     return place.open()
-
-
-def _compute(function: Callable[[Any], Any], batch: pa.Table, batch_format: str) -> pa.Table:
-    given = BlockAccessor.for_block(batch).to_batch_format(batch_format)
-    return BlockAccessor.for_block(BlockAccessor.batch_to_block(function(given))).to_arrow()
 
 
 def _digest(batch: pa.Table) -> str:

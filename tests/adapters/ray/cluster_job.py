@@ -161,6 +161,37 @@ def keeps_batches(nodes: Nodes, store: Store) -> None:
     assert frames.count() == 3
 
 
+class Times:
+    def __init__(self, factor: int = 2) -> None:
+        self.factor = factor
+
+    def __call__(self, batch: dict[str, Any], plus: int = 0) -> dict[str, Any]:
+        return {"id": batch["id"], "made": batch["id"] * self.factor + plus}
+
+
+def halves(batch: dict[str, Any]) -> Any:
+    yield {"id": batch["id"][:5], "made": batch["id"][:5]}
+    yield {"id": batch["id"][5:], "made": batch["id"][5:]}
+
+
+def keeps_batches_of_all_kinds_of_functions(nodes: Nodes, store: Store) -> None:
+    # A node has one CPU, which an actor keeps: no task reads the numbers.
+    numbers = ray.data.from_items([{"id": number} for number in range(10)], override_num_blocks=1)
+    one_actor: dict[str, Any] = {"concurrency": 1, "fn_constructor_kwargs": {"factor": 3}}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (halves, {}),
+        (Times(), {}),
+        (Times(), {"fn_kwargs": {"plus": 1}}),
+        (Times(), {"fn_args": (2,)}),
+        (Times, one_actor),
+        (Times, one_actor | {"fn_kwargs": {"plus": 1}}),
+    ]
+    for function, options in kinds:
+        plain = numbers.map_batches(function, batch_size=10, **options)
+        kept = [map_batches(numbers, function, store, batch_size=10, **options) for _ in range(2)]
+        assert {str(each.take_all()) for each in kept} == {str(plain.take_all())}
+
+
 def runs_a_recipe_by_the_command_line(nodes: Nodes, store: Store) -> None:
     texts = [{"text": f"A line of text, number {number}. " + _PAD} for number in range(1000)]
     (nodes.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -201,6 +232,7 @@ def main(folder: Path) -> None:
                 raises_what_an_operator_raises,
                 refuses_stores_and_pipelines_that_share_nothing,
                 keeps_batches,
+                keeps_batches_of_all_kinds_of_functions,
                 runs_a_recipe_by_the_command_line,
             ):
                 case(nodes, store)
