@@ -83,6 +83,8 @@ class Scanner:
         self._to_bind: list[tuple[str, str, Entry | None, link_registry.Binding]] = []
         # Files whose bytes have changed though size and mtime have not.
         self._to_put: list[tuple[str, Entry]] = []
+        #: The names of files with several, by device and number.
+        self._hard_links: dict[tuple[int, int], set[str]] = {}
         self.touched: set[str] = set()
         self.let_go: set[str] = set()
         self.parked: dict[str, str] = {}
@@ -137,14 +139,27 @@ class Scanner:
         entry = self._store.entry(name)
         if self._is_unsettled(path, found):
             return
+        others = self._other_names(path, found)
         if not is_current(self._store, entry, path, found.st_size, found.st_mtime_ns):
             self._adder.add(name, path, entry)
+            for other in others:
+                self._schedule(other, 0)
         elif self._options.replace:
             assert entry is not None, "what is current has an entry"
             self._replace_soon(path, entry)
         elif entry is not None and link_registry.target_of(entry) is not None:
             link_registry.unbind_links(self._store, [entry])  # a tool has replaced the link by a file
             self._note_let_go(entry)
+
+    def _other_names(self, path: str, found: os.stat_result) -> set[str]:
+        """The other names of a file in the folder, as far as they were scanned: the kernel tells of a change
+        for the name alone through which it was made.
+        """
+        if found.st_nlink == 1:
+            return set()
+        names = self._hard_links.setdefault((found.st_dev, found.st_ino), set())
+        names.add(path)
+        return names - {path}
 
     def _is_unsettled(self, path: str, found: os.stat_result) -> bool:
         """Whether a file was changed a moment ago; if so, it is scheduled for a later scan."""

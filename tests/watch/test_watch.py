@@ -41,6 +41,20 @@ def test_files_are_added_as_they_are_closed_and_when_they_change(
     assert watching.end() == 0
 
 
+def test_a_file_with_two_names_changes_under_both(store: Store, folder: Path, watch: Watch) -> None:
+    (folder / "a.txt").write_text("one")
+    os.link(folder / "a.txt", folder / "b.txt")
+    watching = watch()
+    for name in ("in/a.txt", "in/b.txt"):
+        watching.until("added", name)
+    for text, changed in (("one, two", "a.txt"), ("one, two, three", "b.txt")):
+        (folder / changed).write_text(text)
+        for name in ("in/a.txt", "in/b.txt"):
+            watching.until("changed", name)
+            assert store.get(name) == text.encode()
+    assert watching.end() == 0
+
+
 def test_the_catch_up_adds_only_what_changed_while_nobody_watched(
     store: Store, folder: Path, watch: Watch
 ) -> None:
