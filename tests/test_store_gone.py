@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from castore import Store, StoreError
+from castore.adapters.tree import TreeCacheManager
 from castore.repair import doctor
 from tests.helpers import noise
 from tests.mount.conftest import until
@@ -24,7 +26,7 @@ def _in_batch(store: Store) -> None:
         batch.put("new", b"1")
 
 
-#: Calls that need files of the store, even with what an open one holds, or say that there is no other name.
+#: Calls that need files of the store, or say that there is no other name.
 _CALLS: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put("new", b"1"),
     "put large": lambda store: store.put("new", noise(1_000_000, 1)),
@@ -47,7 +49,7 @@ _CALLS: dict[str, Callable[[Store], object]] = {
     "stat": lambda store: store.stat(),
     "totals": lambda store: store.totals(),
 }
-#: Calls that need them once the store's connections are closed.
+#: Calls that an index that was removed would answer, for as long as it is open.
 _READS: dict[str, Callable[[Store], object]] = {
     "get": lambda store: store.get("a"),
     "get_many": lambda store: store.get_many(["a", "b"]),
@@ -62,7 +64,7 @@ _READS: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize(
     ("call", "closed"),
-    [pytest.param(call, False, id=f"{name}, open") for name, call in _CALLS.items()]
+    [pytest.param(call, False, id=f"{name}, open") for name, call in (_CALLS | _READS).items()]
     + [pytest.param(call, True, id=f"{name}, closed") for name, call in (_CALLS | _READS).items()],
 )
 def test_a_call_says_that_the_folder_of_its_store_is_gone(
@@ -92,7 +94,7 @@ def test_a_call_says_that_the_folder_of_its_store_is_gone(
         )
         for how in ("removed", "moved")
         for closed in (False, True)
-        for name, call in (_CALLS | _READS if closed else _CALLS).items()
+        for name, call in (_CALLS | _READS).items()
     ],
 )
 def test_a_store_that_took_the_folders_place_is_left_alone(
@@ -118,6 +120,41 @@ def test_a_store_that_took_the_folders_place_is_left_alone(
         with Store(tmp_path / "moved", memory=0) as moved:
             assert moved.get("a") == b"1"
             assert moved.verify().bad == []
+
+
+def _is_error(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except StoreError as error:
+        return "is another one" in str(error)
+    return False
+
+
+def test_what_is_in_ram_answers_for_seconds_at_most(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store, TreeCacheManager(tmp_path / "tree") as tree:
+        store.put("x", b"1")
+        tree.put("t", "first")
+        made = store.cached(_slowly)
+        for _ in range(2):
+            assert (store.get("x"), tree.contains("t"), made(1)) == (b"1", True, 2)
+            assert tree.get_or_compute("t", lambda: "other") == "first"
+        for folder in (store.path, tmp_path / "tree"):
+            shutil.rmtree(folder)
+            Store(folder).close()
+        for call in (
+            lambda: store.get("x"),
+            lambda: store.load("x"),
+            lambda: "x" in store,
+            lambda: made(1),
+            lambda: tree.get("t"),
+            lambda: tree.contains("t"),
+            lambda: tree.get_or_compute("t", lambda: "other"),
+        ):
+            until(partial(_is_error, call))
+
+
+def _slowly(x: int) -> int:
+    return x + 1
 
 
 def test_reading_a_store_that_was_moved_damages_no_name(tmp_path: Path) -> None:

@@ -176,9 +176,9 @@ class Index:
 
     def find(self, name: str) -> Found | None:
         """The blob a name points to, whether expired or not, or None."""
+        self.beacon.require_in_place()  # an index that was removed answers for as long as it is open
         rows = self.file.all(_FIND, (name,))
         if not rows:
-            self.beacon.require_in_place()
             return None
         digest, size, stored, codec, pack, offset, expires, serializer, checked = rows[0]
         if not _is_row_intact(name, digest, checked):
@@ -194,9 +194,8 @@ class Index:
 
     def find_many(self, names: list[str]) -> dict[str, Found]:
         """`find` for many names, in one query."""
+        self.beacon.require_in_place()
         rows = self.file.all(_FIND_MANY, (json.dumps(names),))
-        if not rows:
-            self.beacon.require_in_place()
         return {
             row[0]: Found(Blob._make(row[1:7]), row[7], row[8])
             for row in rows
@@ -249,9 +248,8 @@ class Index:
 
     def entry(self, name: str) -> Entry | None:
         """One entry, expired or not, or None."""
+        self.beacon.require_in_place()
         row = self.file.one(f"{_CHECKED_ENTRY} WHERE e.name = ?", (name,))
-        if not row:
-            self.beacon.require_in_place()
         return _to_entry(row[:-1]) if row and _is_row_intact(name, row[1], row[-1]) else None
 
     def names_of(self, digest: bytes) -> list[str]:

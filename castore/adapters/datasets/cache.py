@@ -186,11 +186,19 @@ def open_stream(store: Store, name: str) -> datasets.IterableDataset:
     for part in files.blobs:
         store.count_use(part)
     digests = [blob.digest.hex() for _, blob in files.data]
-    return assemble_stream(files.state, files.info, _read_batches, {"store": store, "digests": digests})
+    arguments = {"store": store, "name": name, "digests": digests}
+    return assemble_stream(files.state, files.info, _read_batches, arguments)
 
 
-def _read_batches(store: Store, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
+def _read_batches(store: Store, name: str, digests: list[str]) -> Iterator[tuple[int, pa.Table]]:
     for digest in digests:
-        with store.open_blob(digest) as opened:
+        try:
+            blob = store.open_blob(digest)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"the rows of a stream of {name!r} are no longer in {store.path}: its name was put anew or"
+                " removed, and gc has taken its bytes; call stream again"
+            ) from error
+        with blob as opened:
             for number, batch in enumerate(decode_batches(opened)):
                 yield number, pa.Table.from_batches([batch])

@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 from datasets.table import Table, concat_tables
 
+from castore import layout
 from castore.adapters.datasets.lazy_table import LazyTable, MappedRows
 from castore.adapters.datasets.mapped_files import (
     COPIES_FOLDER,
@@ -200,6 +201,14 @@ class _StoredRows:
         return None
 
     def map(self) -> Table:
+        if not os.path.isfile(self._store.path / layout.SETTINGS):  # to open the store would make it again
+            warnings.warn(
+                f"the rows of {self._files[0][0]!r} are read into memory, since the store"
+                f" {self._store.path} is gone",
+                CacheWarning,
+                stacklevel=4,
+            )
+            return concat_tables([table_in_memory(opened.read_all()) for opened in self._opened])
         # The copy is an open Store: the caller may have closed the original.
         with copy.copy(self._store) as store:
             return concat_tables(load_tables(store, self._files, self._opened))

@@ -136,6 +136,17 @@ def test_a_stream_decompresses_only_what_is_read(cache: DatasetCache, large: dat
     assert not list(cache.store.entries(COPIES_FOLDER))
 
 
+def test_a_stream_whose_name_was_put_anew_says_so_once_its_bytes_are_gone(cache: DatasetCache) -> None:
+    cache.put("rows", datasets.Dataset.from_dict({"x": [1, 2]}))
+    stream = cache.stream("rows")
+    assert [row["x"] for row in stream] == [1, 2]
+    cache.put("rows", datasets.Dataset.from_dict({"x": [3]}))
+    cache.store.gc(grace=0)
+    with pytest.raises(NotFoundError, match=r"a stream of 'rows' .* put anew or removed.* call stream again"):
+        next(iter(stream))
+    assert [row["x"] for row in cache.stream("rows")] == [3]
+
+
 def test_a_stream_is_shared_among_the_workers_of_a_loader(
     cache: DatasetCache, large: datasets.Dataset
 ) -> None:

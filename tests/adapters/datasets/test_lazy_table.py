@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,17 @@ def test_it_outlives_its_entry_and_gc_and_the_store_that_was_closed(
     assert first[:32] == plain[:32]
     assert list(second) == list(plain)
     assert third[ROWS - 1] == plain[ROWS - 1]
+
+
+def test_reading_it_makes_no_store_in_the_place_of_one_that_was_removed(
+    cache: DatasetCache, plain: datasets.Dataset
+) -> None:
+    lazy = cache.get("plain")
+    shutil.rmtree(cache.store.path)
+    with pytest.warns(CacheWarning, match="read into memory, since the store .* is gone"):
+        assert lazy[ROWS - 1] == plain[ROWS - 1]
+    assert lazy["text"][:] == plain["text"][:]
+    assert not cache.store.path.exists()
 
 
 def test_descriptors_are_let_go_with_the_dataset(cache: DatasetCache) -> None:
