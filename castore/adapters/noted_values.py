@@ -221,13 +221,22 @@ def _versions(tensors: list[Any]) -> list[object]:
 def _class(value: Any) -> object:
     """The class of an object, and what stands in the user's classes among its bases."""
     cls = type(value)
-    own = assigned(cls)
+    own = assigned(cls) | _written_by_methods(cls)
     return id(cls), [
         id(item)
         for base in _users_bases(cls)
         for name, item in [*vars(base).items()]
         if name not in own and (name in _READING or not name.startswith("__"))
     ]
+
+
+@per_class
+def _written_by_methods(cls: type) -> frozenset[str]:
+    """Attributes that methods of a class assign, such as a count of its objects."""
+    members = (item for base in _users_bases(cls) for item in vars(base).values())
+    functions = (getattr(item, "__func__", item) for item in members)
+    written = (names_written(item.__code__) for item in functions if isinstance(item, types.FunctionType))
+    return frozenset(name[1:] for names in written for name in names if name.startswith("."))
 
 
 @per_class

@@ -235,9 +235,16 @@ class ChangeDetector:
 
 
 def process_settings() -> tuple[torch.dtype, list[Any]]:
-    """The default dtype, and the hooks that torch has for all modules."""
+    """The default dtype, and the hooks that somebody has given to all modules. Hooks of torch's own tools,
+    such as its counter of operations, are left out: they change no result.
+    """
     tables = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
-    return torch.get_default_dtype(), [hook for table in tables for hook in table.values()]
+    hooks = [hook for table in tables for hook in table.values()]
+    return torch.get_default_dtype(), [hook for hook in hooks if not _is_of_torch(hook)]
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def _function_values(encoder: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from castore import Store
 from castore.adapters.embeddings import CachedEncoder, cache_embeddings
@@ -286,6 +287,15 @@ def test_hooks_for_all_modules_and_methods_in_the_place_of_torchs_count(store: S
     finally:
         nn.Linear.forward = forward  # type: ignore[method-assign]
     assert torch.equal(CachedEncoder(linear(), store=store)(inputs), plain)
+
+
+def test_torchs_own_counters_are_no_change(store: Store) -> None:
+    model = Model()
+    kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
+    batch, _ = next(iter(kept))
+    plain = model(batch)
+    with FlopCounterMode(display=False):
+        assert torch.equal(model(batch), plain)
 
 
 class Positions(nn.Module):

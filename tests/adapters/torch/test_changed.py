@@ -716,9 +716,13 @@ def test_changes_by_other_tools_are_an_error_and_leave_nothing(
 
 
 class Counting(Holding):
-    """Counts its reads in the class."""
+    """Counts its reads and its objects in the class."""
 
-    reads = 0
+    reads = made = 0
+
+    def __init__(self, get: Callable[[Any, int], Any]) -> None:
+        super().__init__(get)
+        Counting.made += 1
 
     def __getitem__(self, index: int) -> Any:
         Counting.reads += 1
