@@ -29,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
 from castore.keys.libraries import library_of, library_of_class
-from castore.keys.pickled import kept_by_properties
+from castore.keys.pickled import kept_by_properties, marks_of
+from castore.keys.torch_modules import EVAL, EVAL_BEHIND
 from castore.keys.values import SHARED
 
 _DEEPEST = 12
@@ -158,6 +159,8 @@ def _weights(module: nn.Module) -> object:
     """The modules inside one, their modes and hooks; their tensors, with the counts of writes to all and
     elements of some.
     """
+    # A module that sets itself to eval before it is used gives the same in either mode.
+    has_mode = not marks_of(type(module)) & {EVAL, EVAL_BEHIND}
     inside: list[object] = []
     tensors: list[Any] = []
     todo: list[nn.Module | None] = [module]
@@ -165,7 +168,7 @@ def _weights(module: nn.Module) -> object:
         inner = todo.pop()  # the last come first: a model's head is trained most
         if inner is not None:
             state = inner.__dict__
-            inside += [id(inner), state["training"], id(state.get("forward"))]
+            inside += [id(inner), has_mode and state["training"], id(state.get("forward"))]
             for name in ("_parameters", "_buffers"):
                 if state[name]:
                     tensors += state[name].values()

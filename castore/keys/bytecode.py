@@ -240,9 +240,14 @@ def names_written(code: types.CodeType) -> frozenset[str]:
                 found |= _name_at(rows, _before(rows, at))
             elif row.opname == "STORE_SLICE" or _is_in_place(rows, at, 3):  # since Python 3.12
                 found |= _name_at(rows, _before(rows, _before(rows, at)))
-            elif row.opname in _LOADS_ATTRIBUTE and row.argval in _WRITING:
+            elif row.opname in _LOADS_ATTRIBUTE and _writes(row.argval):
                 found |= _name_at(rows, at)
     return frozenset(found)
+
+
+def _writes(method: str) -> bool:
+    """Whether a method of that name changes its object: ``append``, or torch's ``lerp_``."""
+    return method in _WRITING or (method.endswith("_") and not method.startswith("_"))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -230,6 +230,8 @@ def _reference(encoder: Encoder, value: Any, names: Set[str], step: str) -> byte
 
 
 def _users_module(encoder: Encoder, module: types.ModuleType, names: Set[str], step: str) -> bytes:
+    if compiled_digest(module.__name__) is not None:
+        return encoder.part(module, step)
     if id(module) in encoder.open:  # modules that import one another
         return encoder.tagged("module", module.__name__)
     encoder.open[id(module)] = False
@@ -263,7 +265,7 @@ def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
         return
     digest = compiled_digest(cls.__module__)
     if digest is not None:
-        yield "compiled", digest
+        yield "compiled", encoder.part(sys.modules[cls.__module__])
     if not library_of_class(type(cls)):
         yield "metaclass", encoder.part(type(cls), f" -> metaclass {type(cls).__name__!r}")
     yield from (_value(encoder, base, f" -> base {base.__name__!r}") for base in cls.__bases__)

@@ -20,7 +20,7 @@ from typing import Any
 from castore.keys.bytecode import names_written
 from castore.keys.classes import per_class
 from castore.keys.encoder import AnyOrder, Encoder, UnencodableError, order_of_keys
-from castore.keys.libraries import library_of_class
+from castore.keys.libraries import library_of, library_of_class
 from castore.keys.torch_modules import (
     EVAL,
     EVAL_BEHIND,
@@ -39,6 +39,9 @@ _PARAMETRIZED = "torch.nn.utils.parametrize"
 _MODULE_NOISE = {"_compiled_call_impl", "_is_torch_compile", "_compile_kwargs", "__overloads__"}
 #: Vectorizers of scikit-learn store here the id of the stop word list that they have checked.
 _SKLEARN_NOISE = {"_stop_words_id"}
+#: Configs of transformers store in the first Python's hash of a text, which is another one in each process,
+#: and pipelines count their calls in the second.
+_TRANSFORMERS_NOISE = {"_original_object_hash", "call_count"}
 
 
 def object_parts(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -96,12 +99,20 @@ def lasting(encoder: Encoder, value: Any, state: Any) -> Any:
     if of_module and EVAL in encoder.marks:
         noise = noise | {"training"}
     kept = {name: item for name, item in state.items() if name not in noise}
+    if "_random_state" in kept and _is_global_generator(kept["_random_state"]):
+        del kept["_random_state"]  # of scipy's distributions; a generator of the user's own counts
     if of_module and EVAL_BEHIND in encoder.marks and "training" in kept:
         # Models that are in eval mode already keep the keys under which stores have their results.
         kept["training"] = False
     if of_module:
         encoder.unordered |= {id(kept[name]) for name in TABLES & kept.keys()}
     return (renumbered(kept) if of_module else kept) or None
+
+
+def _is_global_generator(value: Any) -> bool:
+    """Whether a value is the generator that NumPy's functions draw from."""
+    numpy = sys.modules.get("numpy.random.mtrand")
+    return numpy is not None and value is numpy._rand
 
 
 def state_parts(encoder: Encoder, state: Any) -> Iterator[Any]:
@@ -157,6 +168,8 @@ def _global(value: Any, name: str) -> str:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
+    if found is not value and (library := library_of(module)):
+        return f"{name} in {library}"  # the library chose between several, by the processor
     if found is not value:
         raise UnencodableError(
             f"cannot hash {type(value)}: it calls itself {name!r}, and {module} has another of that name; "
@@ -187,5 +200,6 @@ def _noise_of(cls: type) -> tuple[frozenset[str], bool]:
     noise = kept_by_properties(cls)
     of_module = is_module(cls)
     noise |= _MODULE_NOISE if of_module else set()
-    noise |= _SKLEARN_NOISE if any(base.__module__.startswith("sklearn.") for base in cls.__mro__) else set()
+    for library, names in (("sklearn.", _SKLEARN_NOISE), ("transformers.", _TRANSFORMERS_NOISE)):
+        noise |= names if any(base.__module__.startswith(library) for base in cls.__mro__) else set()
     return frozenset(noise), of_module

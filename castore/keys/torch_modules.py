@@ -149,16 +149,22 @@ def order_of_parts(value: Any, marks: Set[str]) -> Any:
     """Names of a torch module's parts if their order counts and is not numeric or alphabetic; else None.
 
     Args:
-        value: the module; None for any other value.
+        value: the module, or a StackDataset, whose samples have its parts in order; None for any other value.
         marks: of the encoder.
     """
     if not is_module(type(value)):
-        return None
+        return _order_of_stack(value)
     layers = _unsorted(vars(value)["_modules"]) if _calls_in_order(value) else None
     if IN_ORDER not in marks:
         return layers
     tables = [_unsorted(vars(value).get(table) or ()) for table in sorted(TABLES)]
     return tables if any(tables) else layers
+
+
+def _order_of_stack(value: Any) -> list[str] | None:
+    stack = getattr(sys.modules.get("torch.utils.data"), "StackDataset", None)
+    held = value.datasets if stack is not None and issubclass(type(value), stack) else None
+    return _unsorted(held) if isinstance(held, dict) else None
 
 
 def _calls_in_order(value: Any) -> bool:

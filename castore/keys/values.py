@@ -12,11 +12,11 @@ import a library. A value can have a type only if the type's library is imported
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from blake3 import blake3
@@ -24,12 +24,14 @@ from blake3 import blake3
 from castore.keys import images
 from castore.keys.beside_code import ANNOTATIONS
 from castore.keys.classes import full_name
+from castore.keys.compiled import digest_of_loaded
 from castore.keys.encoder import AnyOrder, Encoder, UnencodableError
 from castore.keys.functions import code_parts
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.pickled import lasting, object_parts, state_parts
 from castore.keys.registry import Count, Row, Table
 from castore.system.cpus import hash_threads
+from castore.system.mappings import Mappings
 
 if sys.version_info >= (3, 14):
     import string.templatelib  # noqa: F401 - a template string is made without it, and the table looks in it
@@ -127,12 +129,25 @@ def _c_function(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 
 def _c_library(encoder: Encoder, value: Any) -> Iterator[Any]:
-    # A name without a folder is a system library; a library at a path may be the user's.
     name = value._name
     yield from ("library of C", full_name(type(value)), name)
-    if isinstance(name, str) and "/" in name:
-        with suppress(OSError):  # the file was removed after loading
-            yield blake3(max_threads=1).update_mmap(name).digest()
+    file = _file_of_library(value)
+    # A name without a folder is a system library, but for one that a variable of the environment leads to.
+    if file is not None and ("/" in str(name) or not file.startswith(_OF_SYSTEM)):
+        yield digest_of_loaded(file, f"the library {name!r}")
+
+
+def _file_of_library(value: Any) -> str | None:
+    """The path of a library of C, as the kernel knows it: a relative name may lead elsewhere by now."""
+    ctypes = sys.modules["ctypes"]
+    if value._name is None or not value._handle:  # the program itself
+        return None
+    # A handle of glibc is the address of a record that begins with the address of the library.
+    start = ctypes.c_void_p.from_address(value._handle).value
+    mapping = Mappings().find(start) if start else None
+    if mapping is not None:
+        return os.fsdecode(mapping.path.removesuffix(b" (deleted)"))
+    return value._name if "/" in value._name else None
 
 
 def _shared_memory(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -517,7 +532,20 @@ def _with_annotations(encoder: Encoder, *parts: Any) -> list[bytes]:
         encoder.marks = around
 
 
+def _automaton(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # Its pickle has bytes that nobody has set.
+    pairs = sorted(value.items()) if len(value) else []
+    yield from ("automaton", value.kind, value.store, encoder.part(pairs))
+
+
+def _neighbours(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # Four of its numbers count queries.
+    state = value.__getstate__()
+    yield from ("tree", encoder.part(type(value)), encoder.part((*state[:7], *state[11:])))
+
+
 _MSGSPEC_ENCODER = ("enc_hook", "decimal_format", "uuid_format", "order")
+_OF_SYSTEM = ("/lib", "/usr/lib", sys.base_prefix, sys.prefix)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 
 
@@ -614,6 +642,8 @@ SHARED = Table(
         ("torch", ("Tensor",), tensor),
         ("torch", ("device", "dtype", "layout", "memory_format"), _word),
         ("torch", ("Generator",), _torch_generator),
+        ("ahocorasick", ("Automaton",), _automaton),
+        ("sklearn.neighbors", ("KDTree", "BallTree"), _neighbours),
         ("spacy.language", ("Language",), _language),
         ("spacy.tokens.doc", ("Doc",), _document),
         ("spacy.tokenizer", ("Tokenizer",), _rules),

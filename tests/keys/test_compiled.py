@@ -12,6 +12,7 @@ from pathlib import Path
 import cffi  # type: ignore[import-untyped]
 import pytest
 
+from castore.errors import UnhashableError
 from castore.keys.objects import function_fingerprint
 
 # An extension module as Cython and pybind11 make them, against Python's stable ABI, without its headers.
@@ -21,12 +22,16 @@ typedef struct { const char *name; void *call; int flags; const char *doc; } Met
 typedef struct {
     Base base; const char *name; const char *doc; long size; Method *methods; void *slots; void *more[3];
 } Definition;
+#define GLUE(a, b) a##b
+#define INIT(name) GLUE(PyInit_, name)
+#define TEXT(name) #name
+#define QUOTED(name) TEXT(name)
 extern void *PyLong_FromLong(long);
 extern void *PyModule_Create2(Definition *, int);
 static void *answer(void *self, void *args) { return PyLong_FromLong(ANSWER); }
 static Method methods[] = {{"answer", answer, 4, 0}, {0, 0, 0, 0}};
-static Definition definition = {{1, 0, 0, 0, 0}, "fastops", 0, -1, methods, 0, {0}};
-void *PyInit_fastops(void) { return PyModule_Create2(&definition, 1013); }
+static Definition definition = {{1, 0, 0, 0, 0}, QUOTED(NAME), 0, -1, methods, 0, {0}};
+void *INIT(NAME)(void) { return PyModule_Create2(&definition, 1013); }
 """
 _USES = """
 import fastops
@@ -51,10 +56,11 @@ class Held:
 """
 
 
-def build(folder: Path, answer: int) -> Path:
-    built = folder / "fastops.so"
+def build(folder: Path, answer: int, name: str = "fastops") -> Path:
+    built = folder / f"{name}.so"
     built.unlink(missing_ok=True)
-    command = ["cc", "-shared", "-fPIC", "-w", f"-DANSWER={answer}", "-x", "c", "-", "-o", str(built)]
+    options = ["-shared", "-fPIC", "-w", f"-DANSWER={answer}", f"-DNAME={name}"]
+    command = ["cc", *options, "-x", "c", "-", "-o", str(built)]
     subprocess.run(command, input=_MODULE, text=True, check=True)
     return built
 
@@ -62,7 +68,7 @@ def build(folder: Path, answer: int) -> Path:
 def run(folder: Path, program: str) -> str:
     """The output of a process of its own: no process can import such a module twice."""
     told = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-B", "-c", program], cwd=folder, capture_output=True, text=True, check=True
     )
     return told.stdout.strip()
 
@@ -108,8 +114,64 @@ except UnhashableError as error:
     print(error)
 """,
     )
-    assert "by_module -> global 'fastops'.answer: is of the compiled module 'fastops'" in told
-    assert "built anew since it was imported" in told
+    assert "is of the compiled module 'fastops', which was built anew" in told
+
+
+def test_what_of_the_users_lies_in_a_compiled_module_counts(tmp_path: Path) -> None:
+    """Compiled code uses it without a trace in the Python code."""
+    build(tmp_path, 1)
+
+    def told(helper: str = "def f(x): return x", scale: int = 1) -> str:
+        (tmp_path / "helper.py").write_text(helper)
+        (tmp_path / "uses.py").write_text(
+            f"import fastops, helper\nfastops.helper, fastops.SCALE = helper, {scale}\n"
+            "def use(x):\n    return x + fastops.answer()\n"
+        )
+        return run(tmp_path, _PROGRAM.format("uses.use"))
+
+    first = told()
+    assert told() == first
+    assert len({first, told(helper="def f(x): return -x"), told(scale=2)}) == 3
+
+
+def test_the_other_compiled_modules_of_a_package_count(tmp_path: Path) -> None:
+    package = tmp_path / "corp"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (tmp_path / "uses.py").write_text(
+        "from corp import beside, fastops\ndef use(x):\n    return x + fastops.answer()\n"
+    )
+    told = []
+    for answer in (1, 1, 2):
+        build(package, 1)
+        build(package, answer, "beside")
+        told.append(run(tmp_path, _PROGRAM.format("uses.use")))
+    assert told[0] == told[1] != told[2]
+
+
+@pytest.mark.parametrize("name", ["/{folder}/own.so", "./own.so"])
+def test_a_library_of_c_that_was_built_anew_since_it_was_loaded_is_an_error(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(number: int, path: Path) -> None:
+        source = f"int answer(void) {{ return {number}; }}"
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+        subprocess.run(command, input=source, text=True, check=True)
+
+    make(1, tmp_path / "own.so")
+    monkeypatch.chdir(tmp_path)
+    library = ctypes.CDLL(name.format(folder=str(tmp_path).lstrip("/")))
+
+    def use(x: int) -> int:
+        return x + int(library.answer())
+
+    before = function_fingerprint(use)
+    monkeypatch.chdir("/")  # a relative name leads elsewhere from now on
+    assert function_fingerprint(use) == before
+    make(2, tmp_path / "new.so")
+    (tmp_path / "new.so").replace(tmp_path / "own.so")
+    with pytest.raises(UnhashableError, match=r"library .*own\.so.* was built anew, moved or removed"):
+        function_fingerprint(use)
 
 
 def test_a_library_that_cffi_has_opened_counts_by_its_code(tmp_path: Path) -> None:

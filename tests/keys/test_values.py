@@ -34,6 +34,7 @@ import filelock
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import StackDataset
 
 from castore import Store, UnhashableError, key
 from castore.adapters.datasets import operator_fingerprint
@@ -270,6 +271,9 @@ def test_what_comes_first_counts_where_order_is_meant(adapter: str) -> None:
     assert told(torch.nn.ModuleDict(_layers("ab")._modules)) != told(
         torch.nn.ModuleDict(_layers("ba")._modules)
     )
+    made: Any = StackDataset
+    stacks = [made(**{name: [name] for name in names}) for names in ("ab", "ab", "ba")]
+    assert told(stacks[0]) == told(stacks[1]) != told(stacks[2])
     pairs = [("a", 1), ("b", 2), ("c", 3)]
     assert told(OrderedDict(pairs)) == told(OrderedDict(pairs)) != told(OrderedDict(pairs[::-1]))
     assert told(OrderedDict.fromkeys([1, "a"])) != told(OrderedDict.fromkeys(["a", 1]))
@@ -1059,6 +1063,39 @@ def test_a_model_is_the_same_before_and_after_a_method_behind_a_wrapper_sets_it_
         before = ask(uses)
         uses(torch.ones(1, 2))
         assert ask(uses) == before
+
+
+@pytest.mark.parametrize("name", ["KDTree", "BallTree"])
+def test_a_tree_that_was_asked_is_the_same(name: str) -> None:
+    kind = getattr(pytest.importorskip("sklearn.neighbors"), name)
+    points = np.random.default_rng(0).random((50, 3))
+    tree, other = kind(points), kind(points[::-1])
+    before = function_fingerprint(tree.query)
+    tree.query(points[:3])
+    assert function_fingerprint(tree.query) == before
+    assert function_fingerprint(other.query) != before
+
+
+def test_what_is_another_in_each_process_without_a_meaning_does_not_count() -> None:
+    """A hash of a text in configs of transformers, and NumPy's own generator in distributions of scipy."""
+    pytest.importorskip("transformers")
+    told = []
+    for seed in ("1", "2"):
+        program = (
+            "import torch, transformers; from scipy.stats import norm, gamma\n"
+            "from castore.keys.objects import function_fingerprint\n"
+            "config = transformers.GPT2Config("
+            "vocab_size=50, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=1)\n"
+            "torch.manual_seed(0); model = transformers.GPT2LMHeadModel(config)\n"
+            f"import numpy; numpy.random.seed({seed})\n"
+            "print(function_fingerprint(lambda x: model(x)), function_fingerprint(lambda x: norm.cdf(x)))"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        told.append(found.stdout)
+    assert told[0] == told[1]
 
 
 def test_the_mode_of_a_model_that_nobody_sets_counts() -> None:

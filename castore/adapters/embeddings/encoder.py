@@ -27,12 +27,7 @@ from castore.adapters.embeddings.batch_places import PerItem, map_leaves, rebuil
 from castore.adapters.embeddings.cache import EmbeddingCache
 from castore.adapters.embeddings.config import CacheConfig, CacheType
 from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensors
-from castore.adapters.embeddings.frozen_encoders import (
-    Before,
-    ChangeDetector,
-    check_frozen,
-    refuse_random_numbers,
-)
+from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, TABLES, Keys
 from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
 from castore.adapters.embeddings.table_identity import (
@@ -146,13 +141,17 @@ class CachedEncoder(nn.Module):
 
     def refresh_digest(self) -> None:
         """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
+        before = self.digest
+        self._hash_again()
+        if self.digest != before:
+            self._tables = {number: _OutdatedLookup(one.cache) for number, one in self._tables.items()}
+
+    def _hash_again(self) -> None:
         check_frozen(self.encoder, self.name)
         digest = encoder_digest(self.encoder, self.name, self._config.fingerprints.get(self.name))
         self._detector.note()
         if digest != self.digest:
-            self.digest = digest
-            self._memo = None
-            self._tables = {number: _OutdatedLookup(one.cache) for number, one in self._tables.items()}
+            self.digest, self._memo = digest, None
 
     def _add_table(self, table: Lookup) -> int:
         """Make Keys refer to rows of this table; returns the key of row 0.
@@ -212,13 +211,18 @@ class CachedEncoder(nn.Module):
             outputs if self._mask is None else add_padding(outputs, get_mask(kwargs, self._mask, self.name))
         )
 
-    def _refresh_if_changed(self, before: Before) -> None:
-        """If the encoder seems to have changed, compute its digest again."""
-        if self._detector.may_have_changed(before):
+    def _refresh_if_changed(self, *, encodes: bool) -> None:
+        """If the encoder seems to have changed, compute its digest again. Tables are left alone unless its
+        weights have changed: what a helper of the encoder remembers looks like a setting.
+        """
+        if self._detector.weights_changed():
             self.refresh_digest()
+        elif self._detector.may_have_changed(encodes=encodes):
+            self._hash_again()
 
     def _look_up(self, keys: Keys) -> Any:
-        self._refresh_if_changed(Before.KEYS)
+        if self._detector.weights_changed():
+            self.refresh_digest()
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
         column = keys.column_in_memory(self.column)
@@ -254,10 +258,10 @@ class CachedEncoder(nn.Module):
             self.settle()
             return outputs
 
-        self._refresh_if_changed(Before.ITEMS)
+        self._refresh_if_changed(encodes=False)
         rows = self.memo.find(keys)
         if bool((rows < 0).any()):
-            self._refresh_if_changed(Before.ENCODING)
+            self._refresh_if_changed(encodes=True)
             self.memo.fill(keys, range(count), encode, batch_size=count)
             rows = self.memo.rows(keys)
         device = self._device(_CPU)
@@ -330,6 +334,7 @@ class CachedEncoder(nn.Module):
         values = state.pop("_first_values", {})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         restore_first_values(self.encoder, values)
+        self._detector.note_copy()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -16,7 +16,6 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -143,21 +142,13 @@ def _has_code_for_train_mode(kind: Any) -> bool:
     return any("training" in attributes_read(function.__code__) for function in functions)
 
 
-class Before(Enum):
-    """The use of an encoder that follows a look for changes: a look-up of keys, which takes microseconds, one
-    of items, which takes milliseconds, or encoding.
-    """
-
-    KEYS, ITEMS, ENCODING = range(3)
-
-
 class ChangeDetector:
     """Signs of a changed encoder. A sign is no proof: an equal value in the place of another is one too.
 
     Before each look-up the weights' addresses and counts of writes are compared, whether they are trained,
     and a function's outer names; before a look-up of items also which values the attributes of modules have.
-    Before something is encoded, and before a look-up now and then, all values within the encoder are, and the
-    globals that its code reads.
+    Before something is encoded, and before a look-up of items now and then, all values within the encoder
+    are, and the globals that its code reads.
 
     Args:
         encoder: a module or a function.
@@ -179,6 +170,11 @@ class ChangeDetector:
         )
         self.settle()
 
+    def note_copy(self) -> None:
+        """Take the state of a copy that was just made, unless the original had changed already."""
+        if not self._is_copy:
+            self.note()
+
     def settle(self) -> None:
         """Accept the changes that the encoder has made to itself while it ran."""
         self._process = process_settings()
@@ -189,26 +185,32 @@ class ChangeDetector:
         self._seen = walk(self._encoder, _MOST)
         self._globals = [one.now() for one in self._globals]
 
-    def may_have_changed(self, before: Before) -> bool:
-        """Whether the encoder seems to differ from the noted state.
-
-        Args:
-            before: what follows. Before encoding all values are compared, and an encoder without weights
-                counts as changed.
+    def weights_changed(self) -> bool:
+        """Whether the weights were written to, or a function's outer names are other objects. Takes
+        microseconds, and is all that a look-up of keys asks: these are of the time when the cache was filled.
         """
-        if self._is_copy or process_settings() != self._process:
+        if self._is_copy:
             return True
         outside = _function_values(self._encoder)
-        if any(outside.get(name) is not value for name, value in self._outside.items()):
+        return (
+            any(outside.get(name) is not value for name, value in self._outside.items())
+            or _write_states(self._weights) != self._write_states
+        )
+
+    def may_have_changed(self, *, encodes: bool) -> bool:
+        """Whether the encoder seems to differ from the noted state, before a look-up of items.
+
+        Args:
+            encodes: the encoder will run. Then all values are compared, and an encoder without weights counts
+                as changed.
+        """
+        if self.weights_changed() or process_settings() != self._process:
             return True
-        if _write_states(self._weights) != self._write_states:
-            return True
-        if before is Before.ENCODING:
+        if encodes:
             return not self._weights or self._differs()
-        if before is Before.ITEMS:
-            is_small = len(self._seen) + len(self._globals) <= _FEW
-            if is_small or not _are_same(_attributes(self._encoder), self._attributes):
-                return self._differs()
+        is_small = len(self._seen) + len(self._globals) <= _FEW
+        if is_small or not _are_same(_attributes(self._encoder), self._attributes):
+            return self._differs()
         began = time.perf_counter()
         if began < self._next_look:
             return False
@@ -230,21 +232,22 @@ class ChangeDetector:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # In a copy, and in another process, everything has another address: nothing is known of its state.
-        return {"_encoder": self._encoder, "_is_copy": True}
+        # In a copy, and in another process, everything has another address: `note` follows.
+        return {"_encoder": self._encoder, "_is_copy": self.weights_changed(), "_next_look": 0.0}
 
 
 def process_settings() -> tuple[torch.dtype, list[Any]]:
-    """The default dtype, and the hooks that somebody has given to all modules. Hooks of torch's own tools,
-    such as its counter of operations, are left out: they change no result.
-    """
+    """The default dtype, and the hooks that somebody has given to all modules."""
     tables = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
     hooks = [hook for table in tables for hook in table.values()]
-    return torch.get_default_dtype(), [hook for hook in hooks if not _is_of_torch(hook)]
+    return torch.get_default_dtype(), [hook for hook in hooks if not only_observes(hook)]
 
 
-def _is_of_torch(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
+def only_observes(hook: Any) -> bool:
+    """Whether a hook is of a library's tool that changes no result: torch's counter of operations, what
+    transformers collects hidden states with.
+    """
+    return str(getattr(hook, "__module__", "")).startswith(("torch.utils.", "transformers.utils."))
 
 
 def _function_values(encoder: Any) -> dict[str, Any]:

@@ -24,7 +24,11 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from castore.adapters.embeddings.frozen_encoders import process_settings, reads_train_mode
+from castore.adapters.embeddings.frozen_encoders import (
+    only_observes,
+    process_settings,
+    reads_train_mode,
+)
 from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_read_of, attributes_set_of
@@ -62,7 +66,10 @@ _LIBRARY_NOISE = frozenset({
     "model_card_data", "_model_card_vars", "_model_card_text", "_method_signature_cache",
     "_prompt_length_mapping",
     "_chat_template_suffix_cache", "_modules_placed", "_device_map", "_target_device", "_is_hf_initialized",
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version",
+    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures",
+    "_output_capturing_hooks_installed",
+    # of Lightning's modules
+    "_trainer", "_fabric", "_fabric_optimizers", "_current_fx_name", "_param_requires_grad_state",
 })  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -233,7 +240,9 @@ def _module(encoder: Encoder, value: nn.Module) -> Iterator[Any]:
     encoder.marks = around | (marks_of(type(value)) & {IN_ORDER})
     try:
         yield from state_parts(encoder, lasting(encoder, value, state))
-        yield [encoder.part([*vars(value).get(hooks, {}).values()], f".{hooks}") for hooks in _HOOKS]
+        hooks = {name: vars(value).get(name, {}).values() for name in _HOOKS}
+        counted = {name: [hook for hook in given if not only_observes(hook)] for name, given in hooks.items()}
+        yield [encoder.part(given, f".{name}") for name, given in counted.items()]
         order = order_of_parts(value, encoder.marks)
     finally:
         encoder.marks = around

@@ -30,12 +30,13 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from castore.errors import UnhashableError
 from castore.keys.doubts import Doubts
-from castore.keys.encoder import KEY_DIGITS, Encoder, UnencodableError, order_of_keys
+from castore.keys.encoder import KEY_DIGITS, Encoder, UnencodableError
 from castore.keys.encoder import key as key_of_config
 from castore.keys.functions import orders
 from castore.keys.objects import OBJECTS
 from castore.keys.pickled import object_parts, state_parts
 from castore.keys.registry import Rules, Table
+from castore.keys.torch_modules import order_of_parts
 from castore.keys.tracing import encode
 from castore.keys.values import random_rows, refuse_random
 from castore.names import check_name
@@ -288,10 +289,9 @@ def _container(encoder: Encoder, value: Any) -> Iterator[Any]:
     if isinstance(value, Subset) and not isinstance(indices, list):
         state["indices"] = [int(index) for index in value.indices]  # the same subset, however it was chosen
     yield from state_parts(encoder, state)
-    if isinstance(value, StackDataset) and isinstance(value.datasets, dict):
-        order = order_of_keys(value.datasets)  # that of its samples
-        if order is not None:
-            yield "order", order
+    order = order_of_parts(value, encoder.marks)
+    if order is not None:
+        yield "order", order
 
 
 def _hugging_face(encoder: Encoder, value: Any) -> Iterator[Any]:

@@ -6,8 +6,8 @@ kept. Watched are the files and folders that lie nearest in the dataset, and som
 shows that somebody exchanged their folder.
 
 A dataset may write to a file that it names while it is read: a log, a file of its own results. A file that
-stays in its place and changes during such a read is no change. Must never raise an error on account of a
-file: a training run goes on without the cache.
+stays in its place and changes during such a read, or grows at any time, is no change. Must never raise an
+error on account of a file: a training run goes on without the cache.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ class _State(NamedTuple):
         place: device and number. A file system that was mounted anew gives others.
     """
 
-    content: tuple[int, ...] | str
+    content: tuple[int, int] | str
     place: tuple[int, int]
+
+    def has_grown_from(self, earlier: _State) -> bool:
+        """Whether this is of a file that is longer now: others append to a log."""
+        now, then = self.content, earlier.content
+        return isinstance(now, tuple) and isinstance(then, tuple) and now[0] > then[0]
 
 
 class NamedFiles:
@@ -73,8 +78,12 @@ class NamedFiles:
             noted = self._states[path]
             if state is not None and state.content == noted.content:
                 continue
-            if state is not None and state.place == noted.place and before[path] == noted:
-                self._states[path] = state  # the dataset itself has written to it
+            if (
+                state is not None
+                and state.place == noted.place
+                and (before[path] == noted or state.has_grown_from(noted))
+            ):
+                self._states[path] = state  # the dataset itself has written to it, or it is a log
             elif self.are_same:
                 self.are_same = False
                 warnings.warn(

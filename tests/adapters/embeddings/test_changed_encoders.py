@@ -4,6 +4,7 @@ come from the encoder as it is, and nothing is kept under the key of the encoder
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -213,9 +214,9 @@ def test_what_an_encoder_makes_when_it_first_runs_changes_no_key(store: Store) -
     cached(features(4))
     cached.refresh_digest()
     assert cached.digest == digest
-    copy = pickle.loads(pickle.dumps(cached))
-    assert torch.equal(copy(features(4)), cached(features(4)))
-    assert copy.digest == digest
+    again = pickle.loads(pickle.dumps(cached))
+    assert torch.equal(again(features(4)), cached(features(4)))
+    assert again.digest == digest
 
 
 class Chain(nn.Module):
@@ -287,6 +288,19 @@ def test_hooks_for_all_modules_and_methods_in_the_place_of_torchs_count(store: S
     finally:
         nn.Linear.forward = forward  # type: ignore[method-assign]
     assert torch.equal(CachedEncoder(linear(), store=store)(inputs), plain)
+
+
+def test_hidden_states_that_somebody_asked_a_transformer_for_change_no_key(store: Store) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+    cached = CachedEncoder(bert.requires_grad_(False), store=store)
+    ids = torch.arange(6).reshape(2, 3)
+    cached(ids)
+    digest = cached.digest
+    bert(ids, output_hidden_states=True)
+    cached(ids)
+    assert (cached.digest, len(cached.memo)) == (digest, 2)
 
 
 def test_torchs_own_counters_are_no_change(store: Store) -> None:
@@ -403,6 +417,45 @@ def test_an_encoder_that_runs_by_itself_between_look_ups_is_no_change(store: Sto
             model.encoder.encoder(features(2))
             model(batch)
     assert torch.equal(torch.cat([model(x) for x, _ in kept]), in_batches(Model(), features()))
+
+
+class Rope:
+    """Remembers a table for each length, and its calls."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def __call__(self, length: int) -> torch.Tensor:
+        Rope.calls += 1
+        if length not in self.tables:
+            self.tables[length] = torch.ones(length, 1)
+        return self.tables[length]
+
+
+class WithHelper(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = Rope()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.rope(len(x))
+
+
+@pytest.mark.parametrize("way", ["as it is", "deepcopy", "pickle"])
+def test_what_helpers_remember_ends_no_training_and_copies_go_on(store: Store, way: str) -> None:
+    for _ in range(2):
+        model = Model(WithHelper())
+        kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
+        if way != "as it is":
+            model = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+        for size in (2, 3):
+            for batch, _ in kept:
+                model(batch)
+                model.encoder.encoder(features(size))  # somebody looks past the cache
+        expected = in_batches(Model(WithHelper()), features())
+        assert torch.equal(torch.cat([model(batch) for batch, _ in kept]), expected)
 
 
 def test_a_counter_of_a_base_class_is_no_change(store: Store) -> None:

@@ -113,9 +113,9 @@ def test_a_file_that_was_written_anew_in_its_place_leaves_nothing_either(
     first = one / "00.txt"
     before = first.stat()
     with wrap(Listed(one), tmp_path / "cache") as cached:
-        first.write_text("edited")
+        first.write_text("edit")
         with pytest.warns(RuntimeWarning, match=rf"00\.txt {OTHER}.*wrap the dataset anew.*key="):
-            assert cached[0] == "edited"
+            assert cached[0] == "edit"
     first.write_text("one 0")
     os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
     with wrap(Listed(one), tmp_path / "cache") as again:
@@ -147,6 +147,22 @@ def test_a_log_that_the_dataset_writes_is_no_change(
             assert [cached[index] for index in range(COUNT)] == [f"one {index}" for index in range(COUNT)]
         assert (cached.misses, cached.hits) == (COUNT, COUNT)
     assert (tmp_path / "a.log").read_text().split() == [str(index) for index in range(COUNT)]
+
+
+def test_a_log_that_the_trainer_writes_is_no_change(
+    wrap: Callable[..., Any], versions: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data = Texts(versions[0])
+    log = tmp_path / "train.log"
+    log.write_text("begins\n")
+    data.log = str(log)  # type: ignore[attr-defined]
+    with wrap(data, tmp_path / "cache") as cached:
+        for index in range(5):
+            assert cached[index] == f"one {index}"
+            with log.open("a") as file:
+                file.write(f"step {index}\n")
+        assert [cached[index] for index in range(5)] == [f"one {index}" for index in range(5)]
+        assert cached.hits == 5
 
 
 def test_with_a_key_of_the_users_own_no_file_is_compared(
