@@ -79,8 +79,7 @@ def walk(data: Any, most: int) -> list[Seen]:
     return found
 
 
-# --- marks that a write changes
-# -------------------------------------------------------------------------------
+# --- marks that a write changes -----------------------------------------------------------------------------
 
 
 def _tensor(tensor: torch.Tensor) -> object:
@@ -174,12 +173,19 @@ def _weights(module: nn.Module) -> object:
                     tensors += state[name].values()
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 if state[name]:
-                    inside += map(id, state[name].values())
+                    inside += [id(hook) for hook in state[name].values() if not only_observes(hook)]
             if state["_modules"]:
                 todo += state["_modules"].values()
     held = [tensor for tensor in tensors if tensor is not None]
     some = held[:_FEW] + held[_FEW :: max(1, len(held) // _FEW)]
     return inside, [*map(id, tensors)], _versions(held), [*map(_element, some)]
+
+
+def only_observes(hook: Any) -> bool:
+    """Whether a hook is of a library's tool that changes no result: torch's counter of operations, what
+    transformers collects hidden states with.
+    """
+    return str(getattr(hook, "__module__", "")).startswith(("torch.utils.", "transformers.utils."))
 
 
 #: How often fused optimizers, which torch does not count, have written to a tensor, by the tensor's id.
@@ -264,8 +270,7 @@ _MARKERS: dict[str, Callable[[Any], object]] = {
 }
 
 
-# --- parts of a value
-# -----------------------------------------------------------------------------------------
+# --- parts of a value ---------------------------------------------------------------------------------------
 
 
 def _elements(values: Any) -> list[_Part]:
@@ -376,7 +381,8 @@ _PARTS: dict[str, Callable[[Any], list[_Part]]] = {
     "partial": _partial_parts,
     "compiled": lambda module: [("", module._modules["_orig_mod"], ())],
 }
-_OF_TORCH = frozenset(vars(nn.Module()))
+# transformers notes in the last that it has put its own hooks there.
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_output_capturing_hooks_installed"}
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), type, types.ModuleType, np.ndarray)
 
 
@@ -413,8 +419,7 @@ def kind_of(cls: type) -> str:
     return "plain" if reducing is not None and library_of(reducing.__module__) else "object"
 
 
-# --- attributes that the dataset may change itself
-# ------------------------------------------------------------
+# --- attributes that the dataset may change itself ----------------------------------------------------------
 
 
 @per_class

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from castore.adapters.noted_globals import functions_in, reached_bindings
-from castore.adapters.noted_values import assigned, fused_writes, kind_of, walk
+from castore.adapters.noted_values import assigned, fused_writes, kind_of, only_observes, walk
 from castore.errors import InvalidValueError
 from castore.keys.bytecode import attributes_read, codes, steps
 
@@ -206,10 +206,11 @@ class ChangeDetector:
         """
         if self.weights_changed() or process_settings() != self._process:
             return True
+        if not _are_same(_attributes(self._encoder), self._attributes):
+            return True
         if encodes:
             return not self._weights or self._differs()
-        is_small = len(self._seen) + len(self._globals) <= _FEW
-        if is_small or not _are_same(_attributes(self._encoder), self._attributes):
+        if len(self._seen) + len(self._globals) <= _FEW:
             return self._differs()
         began = time.perf_counter()
         if began < self._next_look:
@@ -241,13 +242,6 @@ def process_settings() -> tuple[torch.dtype, list[Any]]:
     tables = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
     hooks = [hook for table in tables for hook in table.values()]
     return torch.get_default_dtype(), [hook for hook in hooks if not only_observes(hook)]
-
-
-def only_observes(hook: Any) -> bool:
-    """Whether a hook is of a library's tool that changes no result: torch's counter of operations, what
-    transformers collects hidden states with.
-    """
-    return str(getattr(hook, "__module__", "")).startswith(("torch.utils.", "transformers.utils."))
 
 
 def _function_values(encoder: Any) -> dict[str, Any]:

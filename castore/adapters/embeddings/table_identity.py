@@ -24,11 +24,8 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from castore.adapters.embeddings.frozen_encoders import (
-    only_observes,
-    process_settings,
-    reads_train_mode,
-)
+from castore.adapters.embeddings.frozen_encoders import process_settings, reads_train_mode
+from castore.adapters.noted_values import only_observes
 from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import InvalidValueError, UnhashableError
 from castore.keys.bytecode import attributes_read_of, attributes_set_of

@@ -80,6 +80,10 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a write to a tensor that is no buffer": (Experts, lambda encoder: encoder.shift.add_(1)),
     "a setting": (Experts, lambda encoder: setattr(encoder, "scale", 2.0)),
     "another activation": (Experts, lambda encoder: setattr(encoder, "act", nn.Sigmoid())),
+    "a setting of a layer": (
+        lambda: nn.Sequential(linear(), nn.LeakyReLU(0.1)),
+        lambda encoder: setattr(encoder[1], "negative_slope", 0.9),
+    ),
     "a hook": (Experts, lambda encoder: encoder.act.register_forward_hook(lambda _, given, out: out + 1)),
     "an attribute of its class": (Gain, set_on_class),
 }
