@@ -15,7 +15,7 @@ import inspect
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -148,10 +148,11 @@ def _members(values: set[Any] | frozenset[Any]) -> object:
 
 
 def _entries(values: dict[Any, Any]) -> object:
+    base = OrderedDict if isinstance(values, OrderedDict) else dict  # has an order of its own
     if len(values) > _ELEMENTS:
-        first = [*islice(dict.keys(values), _ELEMENTS), *islice(dict.values(values), _ELEMENTS)]
+        first = [*islice(base.keys(values), _ELEMENTS), *islice(base.values(values), _ELEMENTS)]
         return len(values), *map(id, first)
-    return [key if type(key) in (str, int) else id(key) for key in [*dict.keys(values)]]
+    return [key if type(key) in (str, int) else id(key) for key in [*base.keys(values)]]
 
 
 def _weights(module: nn.Module) -> object:
@@ -167,7 +168,8 @@ def _weights(module: nn.Module) -> object:
         inner = todo.pop()  # the last come first: a model's head is trained most
         if inner is not None:
             state = inner.__dict__
-            inside += [id(inner), has_mode and state["training"], id(state.get("forward"))]
+            inside += [id(inner), has_mode and state["training"]]
+            inside += [id(state.get("forward")), id(type(inner).forward)]
             for name in ("_parameters", "_buffers"):
                 if state[name]:
                     tensors += state[name].values()
@@ -332,7 +334,19 @@ def _attributes(value: Any) -> list[_Part]:
 
 def _module_parts(module: nn.Module) -> list[_Part]:
     # A layer of torch's own is its weights, and the scan covers those for the module as a whole.
-    inner = [(f".{name}", item, ()) for name, item in [*module._modules.items()] if not _is_layer(type(item))]
+    inner: list[_Part] = [
+        (f".{name}", item, ()) for name, item in [*module._modules.items()] if not _is_layer(type(item))
+    ]
+    holders = [
+        module,
+        *(item for item in module._modules.values() if item is not None and _is_layer(type(item))),
+    ]
+    inner += [
+        (".hook", hook, ())
+        for holder in holders
+        for hook in (*holder._forward_hooks.values(), *holder._forward_pre_hooks.values())
+        if not only_observes(hook)
+    ]
     own = assigned(type(module))
     return inner + [
         (f".{name}", item, ((module, name),))

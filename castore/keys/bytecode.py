@@ -269,6 +269,17 @@ def attributes_set_of(code: types.CodeType, variable: str) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
+def attributes_replaced_of(code: types.CodeType, variable: str) -> frozenset[str]:
+    """As `attributes_set_of`, without those that are only updated in place (``+=``)."""
+    rows = list(single(code))
+    return frozenset(
+        row.argval
+        for at, row in enumerate(rows)
+        if row.opname == "STORE_ATTR" and _loads_variable(rows, at - 1, variable)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
 def attributes_read_of(code: types.CodeType, variable: str) -> frozenset[str]:
     """Names of the attributes of a variable's value that code, or code inside it, reads, other than to update
     them in place (``+=``).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import collections
 import contextlib
 import contextvars
@@ -581,7 +582,9 @@ def test_libraries_of_c_at_a_path_count_by_their_code(folder: Path) -> None:
         built = folder / "own.so"
         built.unlink(missing_ok=True)
         subprocess.run(["cc", "-shared", "-fPIC", "-o", built, folder / "own.c"], check=True)
-        codes.append(ADAPTERS["functions"](ctypes.CDLL(str(built))))
+        library = ctypes.CDLL(str(built))
+        codes.append(ADAPTERS["functions"](library))
+        _ctypes.dlclose(library._handle)  # else the next one would be this one: the loader knows the path
     assert codes[0] == codes[1] != codes[2]
 
 

@@ -161,7 +161,7 @@ class ChangeDetector:
 
     def note(self) -> None:
         """Take the present state as the one to compare with."""
-        self._is_copy = False
+        self._is_copy = self._was_changed = False
         self._globals = reached_bindings(
             function
             for seen in walk(self._encoder, _MOST)
@@ -171,9 +171,11 @@ class ChangeDetector:
         self.settle()
 
     def note_copy(self) -> None:
-        """Take the state of a copy that was just made, unless the original had changed already."""
+        """Take the state of a copy that was just made, unless the original's weights had changed already."""
         if not self._is_copy:
+            was_changed = self._was_changed
             self.note()
+            self._was_changed = was_changed
 
     def settle(self) -> None:
         """Accept the changes that the encoder has made to itself while it ran."""
@@ -204,7 +206,7 @@ class ChangeDetector:
             encodes: the encoder will run. Then all values are compared, and an encoder without weights counts
                 as changed.
         """
-        if self.weights_changed() or process_settings() != self._process:
+        if self._was_changed or self.weights_changed() or process_settings() != self._process:
             return True
         if not _are_same(_attributes(self._encoder), self._attributes):
             return True
@@ -234,7 +236,13 @@ class ChangeDetector:
 
     def __getstate__(self) -> dict[str, Any]:
         # In a copy, and in another process, everything has another address: `note` follows.
-        return {"_encoder": self._encoder, "_is_copy": self.weights_changed(), "_next_look": 0.0}
+        was_changed = self._is_copy or self.may_have_changed(encodes=True)
+        return {
+            "_encoder": self._encoder,
+            "_is_copy": self.weights_changed(),
+            "_was_changed": was_changed,
+            "_next_look": 0.0,
+        }
 
 
 def process_settings() -> tuple[torch.dtype, list[Any]]:

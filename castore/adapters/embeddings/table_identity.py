@@ -2,11 +2,11 @@
 
 An encoder counts by its weights and buffers, by the code of its classes (followed through the user's own
 modules) and by its attributes; a tokenizer counts by its rules. Traces of use do not count: attributes that
-``forward`` itself assigns, such as a counter, and the bookkeeping of libraries. If the user's code also reads
-such an attribute, the value that it had when the module was first hashed counts: ``self.mean =
-self.mean.to(x.device)`` moves a setting. Train mode does not count either, unless a module's own code reads
-it: torch's modules that differ in training are refused. Must never give a random answer: anything without a
-stable hash is an UnhashableError with the remedy.
+``forward`` only counts with, and the bookkeeping of libraries. Of an attribute that ``forward`` assigns, the
+value counts that it had when the module was first hashed: ``self.mean = self.mean.to(x.device)`` moves a
+setting. Train mode does not count either, unless a module's own code reads it: torch's modules that differ in
+training are refused. Must never give a random answer: anything without a stable hash is an UnhashableError
+with the remedy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from castore.adapters.embeddings.frozen_encoders import process_settings, reads_
 from castore.adapters.noted_values import only_observes
 from castore.adapters.torch import ADVICE, key_and_doubts
 from castore.errors import InvalidValueError, UnhashableError
-from castore.keys.bytecode import attributes_read_of, attributes_set_of
+from castore.keys.bytecode import attributes_read_of, attributes_replaced_of, attributes_set_of
 from castore.keys.classes import has_member, per_class
 from castore.keys.encoder import Encoder, UnencodableError
 from castore.keys.encoder import key as key_of_config
@@ -278,8 +278,8 @@ def _assigned_settings(encoder: Encoder, module: nn.Module, assigned: frozenset[
     if not assigned or library_of_class(type(module)):
         return {}
     if module not in _first_values:
-        read = _attributes_read(type(module)) & assigned
-        given = {name: item for name, item in vars(module).items() if name in read and item is not None}
+        counted = assigned & (_attributes_replaced(type(module)) | _attributes_read(type(module)))
+        given = {name: item for name, item in vars(module).items() if name in counted and item is not None}
         found: dict[str, bytes] = {}
         for name, item in given.items():
             with suppress(UnencodableError):
@@ -291,12 +291,24 @@ def _assigned_settings(encoder: Encoder, module: nn.Module, assigned: frozenset[
 @per_class
 def _attributes_read(cls: type) -> frozenset[str]:
     """Attributes of ``self`` that methods of the user's read, other than to update them in place."""
+    return _in_methods(cls, attributes_read_of)
+
+
+@per_class
+def _attributes_replaced(cls: type) -> frozenset[str]:
+    """Attributes of ``self`` that methods of the user's assign, other than to update them in place. A helper
+    may read them that no method shows.
+    """
+    return _in_methods(cls, attributes_replaced_of)
+
+
+def _in_methods(cls: type, ask: Callable[[types.CodeType, str], frozenset[str]]) -> frozenset[str]:
     members = (item for base in cls.__mro__ if not library_of_class(base) for item in vars(base).values())
     found: frozenset[str] = frozenset()
     for member in members:
         code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
         if isinstance(code, types.CodeType) and code.co_argcount:
-            found |= attributes_read_of(code, code.co_varnames[0])
+            found |= ask(code, code.co_varnames[0])
     return found
 
 

@@ -68,6 +68,16 @@ class Gain(nn.Module):
         return x[:, :4] * self.factor
 
 
+FACTOR: list[float] = []
+
+
+def hooked() -> nn.Module:
+    FACTOR[:] = [2.0]
+    encoder, factor = linear(), FACTOR
+    encoder.register_forward_hook(lambda _, given, output: output * factor[-1])
+    return encoder
+
+
 _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a fused step of SGD": (linear, lambda encoder: step(torch.optim.SGD, encoder)),
     "a fused step of AdamW": (linear, lambda encoder: step(torch.optim.AdamW, encoder)),
@@ -86,6 +96,7 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "a hook": (Experts, lambda encoder: encoder.act.register_forward_hook(lambda _, given, out: out + 1)),
     "an attribute of its class": (Gain, set_on_class),
+    "the closure of a hook": (hooked, lambda encoder: FACTOR.append(9.0)),
 }
 
 
@@ -105,6 +116,46 @@ def test_a_changed_encoder_gives_its_own_embeddings_and_keeps_none_under_the_old
         Gain.factor = 2.0
     fresh = make()
     assert torch.allclose(CachedEncoder(fresh, store=store)(new), fresh(new), atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda cached: pickle.loads(pickle.dumps(cached))])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_copy_of_a_changed_encoder_is_of_the_changed_one(store: Store, how: Any, is_used: bool) -> None:
+    for change in (
+        lambda encoder: setattr(encoder, "scale", 3.0),
+        lambda encoder: encoder.experts[0].weight.data.add_(1),
+        lambda encoder: encoder.load_state_dict(encoder.state_dict()),
+    ):
+        cached = CachedEncoder(Experts(), store=store)
+        if is_used:
+            cached(features(3))
+        change(cached.encoder)
+        again = how(cached)
+        assert torch.allclose(again(features(6)), again.encoder(features(6)), atol=1e-5)
+        again.encoder.scale = 5.0
+        assert torch.allclose(again(features(9)), again.encoder(features(9)), atol=1e-5)
+        fresh = Experts()
+        assert torch.allclose(CachedEncoder(fresh, store=store)(features(9)), fresh(features(9)), atol=1e-5)
+
+
+def helped(encoder: Any) -> float:
+    return float(encoder.scale)
+
+
+class Helped(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = helped(self)
+        return x * helped(self)
+
+
+def test_a_setting_that_a_helper_reads_counts(store: Store) -> None:
+    for scale in (1.0, 4.0):
+        encoder = Helped(scale)
+        assert torch.equal(CachedEncoder(encoder, store=store)(features(3)), features(3) * scale)
 
 
 def test_weights_of_inference_mode_are_compared_too(store: Store) -> None:
