@@ -15,7 +15,7 @@ import inspect
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -149,10 +149,15 @@ def _members(values: set[Any] | frozenset[Any]) -> object:
 
 def _entries(values: dict[Any, Any]) -> object:
     base = OrderedDict if isinstance(values, OrderedDict) else dict  # has an order of its own
+    makes = id(values.default_factory) if isinstance(values, defaultdict) else 0
     if len(values) > _ELEMENTS:
         first = [*islice(base.keys(values), _ELEMENTS), *islice(base.values(values), _ELEMENTS)]
-        return len(values), *map(id, first)
-    return [key if type(key) in (str, int) else id(key) for key in [*base.keys(values)]]
+        return makes, len(values), *map(id, first)
+    return [makes, *(key if type(key) in (str, int) else id(key) for key in [*base.keys(values)])]
+
+
+def _function(function: types.FunctionType) -> object:
+    return id(function.__code__), [*map(id, function.__dict__.values())]
 
 
 def _weights(module: nn.Module) -> object:
@@ -260,6 +265,7 @@ _MARKERS: dict[str, Callable[[Any], object]] = {
     "keyed": lambda value: value.__castore_key__(),
     "tensor": _tensor,
     "object": _class,
+    "function": _function,
     "array": _some,
     # A map that is only read changes with its file alone, which would have to be read here.
     "mapped": lambda value: None if value.mode == "r" else _some(np.asarray(value)),
@@ -295,7 +301,7 @@ def _items(values: dict[Any, Any]) -> list[_Part]:
 def mark_of(value: Any) -> object:
     """The mark of one value, and the identities of its attributes and of its elements, if these are few."""
     kind = kind_of(type(value))
-    if kind in ("plain", "function", "method"):
+    if kind in ("plain", "method"):
         return None
     marker = _MARKERS.get(kind)
     items = _elements(value) if kind == "list" else _items(value) if kind == "dict" else ()
@@ -344,9 +350,11 @@ def _module_parts(module: nn.Module) -> list[_Part]:
     inner += [
         (".hook", hook, ())
         for holder in holders
-        for hook in (*holder._forward_hooks.values(), *holder._forward_pre_hooks.values())
-        if not only_observes(hook)
-    ]
+        for hook in (
+            *holder._forward_hooks.values(), *holder._forward_pre_hooks.values(), vars(holder).get("forward"),
+        )
+        if hook is not None and not only_observes(hook)
+    ]  # fmt: skip
     own = assigned(type(module))
     return inner + [
         (f".{name}", item, ((module, name),))

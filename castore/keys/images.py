@@ -5,10 +5,11 @@ Must never: import PIL. Only an image has such parts, and then PIL is imported.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from blake3 import blake3
+
+from castore.system.exif import changed_tags
 
 
 def further_frames(image: Any) -> tuple[int, str] | None:
@@ -37,10 +38,4 @@ def further_facts(image: Any) -> dict[str, Any]:
     for name in ("tag_v2", "quantization"):
         if found := getattr(image, name, None):
             facts[name] = dict(found)
-    exif = getattr(image, "_exif", None)  # there once somebody has looked
-    if exif is not None and "tag_v2" not in facts:
-        as_opened = sys.modules["PIL.Image"].Image()
-        as_opened.info = image.info
-        if dict(exif) != dict(as_opened.getexif()):
-            facts["exif"] = dict(exif)
-    return facts
+    return facts | changed_tags(image)

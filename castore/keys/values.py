@@ -532,6 +532,16 @@ def _with_annotations(encoder: Encoder, *parts: Any) -> list[bytes]:
         encoder.marks = around
 
 
+def _font(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # A font is a file, which somebody may replace, or the bytes of one.
+    hasher = blake3(max_threads=1)
+    if hasattr(value.path, "getvalue"):
+        hasher.update(value.path.getvalue())
+    else:
+        hasher.update_mmap(value.path)
+    yield from ("font", hasher.digest(), value.size, value.index, value.encoding, int(value.layout_engine))
+
+
 def _automaton(encoder: Encoder, value: Any) -> Iterator[Any]:
     # Its pickle has bytes that nobody has set.
     pairs = sorted(value.items()) if len(value) else []
@@ -621,6 +631,7 @@ SHARED = Table(
         ("ctypes", ("c_void_p", "_Pointer"), _pointer),
         ("ctypes", ("_SimpleCData", "Array", "Structure", "Union"), _c_data),
         ("PIL.Image", ("Image",), _image),
+        ("PIL.ImageFont", ("FreeTypeFont",), _font),
         ("pandas", ("DataFrame", "Series"), _table_of_pandas),
         ("datasets.iterable_dataset", ("IterableDataset", "_BaseExamplesIterable"), _stream_of_rows),
         ("numpy.lib.npyio", ("NpzFile",), _archive),

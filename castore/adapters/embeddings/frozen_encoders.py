@@ -14,7 +14,7 @@ import operator
 import random
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 # Values of an encoder that are noted, at most.
 _MOST = 20_000
 _WITH_CODE = frozenset({"function", "method", "object", "module"})
-# Looks at all values take a fiftieth of the time of look-ups, but for encoders of few values.
+# Looks at all values, and walks over all modules, take a fiftieth of the time each.
 _PAUSE = 50
 _FEW = 100
 
@@ -156,7 +156,8 @@ class ChangeDetector:
 
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
-        self._next_look = 0.0  # by time.perf_counter()
+        # By time.perf_counter(): of a look at all values, and of a walk over all modules.
+        self._next_look = self._next_walk = 0.0
         self.note()
 
     def note(self) -> None:
@@ -188,16 +189,24 @@ class ChangeDetector:
         self._globals = [one.now() for one in self._globals]
 
     def weights_changed(self) -> bool:
-        """Whether the weights were written to, or a function's outer names are other objects. Takes
-        microseconds, and is all that a look-up of keys asks: these are of the time when the cache was filled.
+        """Whether the weights were written to, or a function's outer names are other objects; now and then
+        also whether other weights are in their place. Takes microseconds, and is all that a look-up of keys
+        asks: these are of the time when the cache was filled.
         """
         if self._is_copy:
             return True
         outside = _function_values(self._encoder)
-        return (
-            any(outside.get(name) is not value for name, value in self._outside.items())
-            or _write_states(self._weights) != self._write_states
-        )
+        if any(outside.get(name) is not value for name, value in self._outside.items()):
+            return True
+        if _write_states(self._weights) != self._write_states:
+            return True
+        began = time.perf_counter()
+        if began < self._next_walk:
+            return False
+        replaced = not _are_same(_weights(self._encoder), self._weights)
+        now = time.perf_counter()
+        self._next_walk = now + _PAUSE * (now - began)
+        return replaced
 
     def may_have_changed(self, *, encodes: bool) -> bool:
         """Whether the encoder seems to differ from the noted state, before a look-up of items.
@@ -242,6 +251,7 @@ class ChangeDetector:
             "_is_copy": self.weights_changed(),
             "_was_changed": was_changed,
             "_next_look": 0.0,
+            "_next_walk": 0.0,
         }
 
 
@@ -268,7 +278,7 @@ def _attributes(encoder: Any) -> list[object]:
         todo: list[nn.Module | None] = [held]
         while todo:
             module = todo.pop()
-            if module is not None:
+            if module is not None and not isinstance(module, torch.jit.ScriptModule):
                 own = assigned(type(module))
                 state = vars(module)
                 found += [item for name, item in state.items() if name not in own] if own else state.values()
@@ -280,7 +290,7 @@ def _attributes(encoder: Any) -> list[object]:
     return found
 
 
-def _are_same(values: list[object], others: list[object]) -> bool:
+def _are_same(values: Sequence[object], others: Sequence[object]) -> bool:
     return len(values) == len(others) and all(map(operator.is_, values, others))
 
 

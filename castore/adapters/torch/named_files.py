@@ -24,6 +24,7 @@ from castore.keys.doubts import outside
 # A stat takes about a microsecond, and there are two for each file and sample that is read.
 _MOST = 16
 _OF_LIST = 4
+_END = 256  # bytes
 _DEEPEST = 2
 # Files that change by themselves.
 _OF_KERNEL = ("/proc/", "/sys/", "/dev/")
@@ -41,11 +42,6 @@ class _State(NamedTuple):
     content: tuple[int, int] | str
     place: tuple[int, int]
 
-    def has_grown_from(self, earlier: _State) -> bool:
-        """Whether this is of a file that is longer now: others append to a log."""
-        now, then = self.content, earlier.content
-        return isinstance(now, tuple) and isinstance(then, tuple) and now[0] > then[0]
-
 
 class NamedFiles:
     """The files and folders that some values name, and their states.
@@ -58,6 +54,7 @@ class NamedFiles:
         named = dict.fromkeys(path for value in values for path in _paths(value))
         states = ((path, _state(path)) for path in named)
         self._states = dict(islice(((path, state) for path, state in states if state is not None), _MOST))
+        self._ends = {path: _ends(path, state) for path, state in self._states.items()}
         #: Whether each file is the one of the beginning.
         self.are_same = True
 
@@ -81,9 +78,10 @@ class NamedFiles:
             if (
                 state is not None
                 and state.place == noted.place
-                and (before[path] == noted or state.has_grown_from(noted))
+                and (before[path] == noted or self._has_grown(path, state))
             ):
-                self._states[path] = state  # the dataset itself has written to it, or it is a log
+                # The dataset itself has written to it, or it is a log.
+                self._states[path], self._ends[path] = state, _ends(path, state)
             elif self.are_same:
                 self.are_same = False
                 warnings.warn(
@@ -93,6 +91,25 @@ class NamedFiles:
                     RuntimeWarning,
                     stacklevel=outside(),
                 )
+
+    def _has_grown(self, path: str, state: _State) -> bool:
+        """Whether a file is a longer one with the same beginning: others append to a log."""
+        now, then = state.content, self._states[path].content
+        is_longer = isinstance(now, tuple) and isinstance(then, tuple) and now[0] > then[0]
+        return is_longer and _ends(path, self._states[path]) == self._ends[path]
+
+
+def _ends(path: str, state: _State) -> bytes:
+    """The first and the last bytes of a file, as long as it was in a state."""
+    if isinstance(state.content, str):
+        return b""
+    try:
+        with open(path, "rb") as file:
+            first = file.read(min(_END, state.content[0]))
+            file.seek(max(0, state.content[0] - _END))
+            return first + file.read(min(_END, state.content[0]))
+    except OSError:
+        return b""
 
 
 def _paths(value: Any, depth: int = 0) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any
 from castore.errors import SerializationError
 from castore.serialize.kinds.forms import MisfitError, expect, listed
 from castore.serialize.number_types import SIZES
+from castore.system.exif import with_changed_tags
 
 KIND = "image"
 #: Elements of a pixel by mode. Each is a byte but in the modes of `_WIDE`. Mode 1, which is not listed, has
@@ -93,7 +94,8 @@ def extras_of(image: Any) -> tuple[tuple[str, bytes] | None, Any]:
     if image.mode in ("P", "PA") and image.palette is not None:
         rawmode = image.palette.mode
         palette = rawmode, bytes(image.getpalette(rawmode))
-    info = {name: _plain(item) for name, item in image.info.items() if type(name) is str and _is_plain(item)}
+    given = with_changed_tags(image)
+    info = {name: _plain(item) for name, item in given.items() if type(name) is str and _is_plain(item)}
     return palette, info if info.keys() - {"transparency"} else info.get("transparency")
 
 

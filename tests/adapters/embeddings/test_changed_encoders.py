@@ -21,6 +21,7 @@ from castore import Store
 from castore.adapters.embeddings import CachedEncoder, cache_embeddings
 from castore.errors import CacheWarning, InvalidValueError
 from tests.adapters.embeddings.models import Encoder, Model, features, in_batches, loader
+from tests.mount.conftest import until
 
 
 def linear() -> nn.Module:
@@ -68,6 +69,15 @@ class Gain(nn.Module):
         return x[:, :4] * self.factor
 
 
+class Holder(nn.Module):
+    def __init__(self, get: Any) -> None:
+        super().__init__()
+        self.get = get
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * self.get()
+
+
 FACTOR: list[float] = []
 
 
@@ -96,6 +106,10 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     ),
     "a hook": (Experts, lambda encoder: encoder.act.register_forward_hook(lambda _, given, out: out + 1)),
     "an attribute of its class": (Gain, set_on_class),
+    "the code of a function that it holds": (
+        lambda: Holder(lambda: 1.0),
+        lambda encoder: setattr(encoder.get, "__code__", (lambda: 9.0).__code__),
+    ),
     "the closure of a hook": (hooked, lambda encoder: FACTOR.append(9.0)),
 }
 
@@ -356,6 +370,36 @@ def test_hidden_states_that_somebody_asked_a_transformer_for_change_no_key(store
     bert(ids, output_hidden_states=True)
     cached(ids)
     assert (cached.digest, len(cached.memo)) == (digest, 2)
+
+
+def test_a_traced_module_is_an_encoder(store: Store) -> None:
+    encoder: Any = torch.jit.trace(linear(), features(2))  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        assert torch.allclose(
+            CachedEncoder(encoder, store=store)(features(4)), encoder(features(4)), atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "an attribute"])
+def test_other_weights_in_the_place_of_the_first_ones_end_look_ups_by_keys(store: Store, how: str) -> None:
+    model = Model()
+    kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
+    batch, _ = next(iter(kept))
+    inner = model.encoder.encoder
+    if how == "load_state_dict":
+        inner.load_state_dict({name: item + 1 for name, item in inner.state_dict().items()}, assign=True)
+    else:
+        layer = next(module for module in inner.modules() if isinstance(module, nn.Linear))
+        layer.weight = nn.Parameter(layer.weight + 1, requires_grad=False)
+
+    def is_error() -> bool:
+        try:
+            model(batch)
+        except InvalidValueError as error:
+            return "call cache_embeddings again" in str(error)
+        return False
+
+    until(is_error)  # the encoder's modules are walked now and then
 
 
 def test_torchs_own_counters_are_no_change(store: Store) -> None:

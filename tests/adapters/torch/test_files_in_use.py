@@ -106,16 +106,17 @@ def test_a_link_that_was_pointed_elsewhere_and_back_leaves_no_samples_of_elsewhe
         assert again.hits == 5
 
 
+@pytest.mark.parametrize("text", ["edit", "much longer than before"])
 def test_a_file_that_was_written_anew_in_its_place_leaves_nothing_either(
-    wrap: Callable[..., Any], versions: tuple[Path, Path], tmp_path: Path
+    wrap: Callable[..., Any], versions: tuple[Path, Path], tmp_path: Path, text: str
 ) -> None:
     one, _ = versions
     first = one / "00.txt"
     before = first.stat()
     with wrap(Listed(one), tmp_path / "cache") as cached:
-        first.write_text("edit")
+        first.write_text(text)
         with pytest.warns(RuntimeWarning, match=rf"00\.txt {OTHER}.*wrap the dataset anew.*key="):
-            assert cached[0] == "edit"
+            assert cached[0] == text
     first.write_text("one 0")
     os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
     with wrap(Listed(one), tmp_path / "cache") as again:
