@@ -215,9 +215,11 @@ class CachedEncoder(nn.Module):
         """If the encoder seems to have changed, compute its digest again. Tables are left alone unless its
         weights have changed: what a helper of the encoder remembers looks like a setting.
         """
-        if self._detector.weights_changed():
+        if not self._detector.may_have_changed(encodes=encodes):
+            return
+        if self._detector.weights_changed() or self._detector.weights_replaced():
             self.refresh_digest()
-        elif self._detector.may_have_changed(encodes=encodes):
+        else:
             self._hash_again()
 
     def _look_up(self, keys: Keys) -> Any:

@@ -203,10 +203,14 @@ class ChangeDetector:
         began = time.perf_counter()
         if began < self._next_walk:
             return False
-        replaced = not _are_same(_weights(self._encoder), self._weights)
+        replaced = self.weights_replaced()
         now = time.perf_counter()
         self._next_walk = now + _PAUSE * (now - began)
         return replaced
+
+    def weights_replaced(self) -> bool:
+        """Whether other weights are in the place of the noted ones. Walks over all modules."""
+        return not _are_same(_weights(self._encoder), self._weights)
 
     def may_have_changed(self, *, encodes: bool) -> bool:
         """Whether the encoder seems to differ from the noted state, before a look-up of items.

@@ -380,8 +380,11 @@ def test_a_traced_module_is_an_encoder(store: Store) -> None:
         )
 
 
+@pytest.mark.parametrize("is_fed", [False, True])
 @pytest.mark.parametrize("how", ["load_state_dict", "an attribute"])
-def test_other_weights_in_the_place_of_the_first_ones_end_look_ups_by_keys(store: Store, how: str) -> None:
+def test_other_weights_in_the_place_of_the_first_ones_end_look_ups_by_keys(
+    store: Store, how: str, is_fed: bool
+) -> None:
     model = Model()
     kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
     batch, _ = next(iter(kept))
@@ -399,6 +402,9 @@ def test_other_weights_in_the_place_of_the_first_ones_end_look_ups_by_keys(store
             return "call cache_embeddings again" in str(error)
         return False
 
+    if is_fed:
+        model.encoder(features(3))  # items by content: all is compared
+        assert is_error()
     until(is_error)  # the encoder's modules are walked now and then
 
 
