@@ -69,6 +69,8 @@ _LIBRARY_NOISE = frozenset({
     "_trainer", "_fabric", "_fabric_optimizers", "_current_fx_name", "_param_requires_grad_state",
 })  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Methods that make an object, and do not run it.
+_MAKING = ("__init__", "__post_init__", "__setstate__")
 
 
 def encoder_digest(encoder: Any, name: str, given: object = None, store: Store | None = None) -> str:
@@ -303,7 +305,8 @@ def _attributes_replaced(cls: type) -> frozenset[str]:
 
 
 def _in_methods(cls: type, ask: Callable[[types.CodeType, str], frozenset[str]]) -> frozenset[str]:
-    members = (item for base in cls.__mro__ if not library_of_class(base) for item in vars(base).values())
+    own = (base for base in cls.__mro__ if not library_of_class(base))
+    members = (item for base in own for name, item in vars(base).items() if name not in _MAKING)
     found: frozenset[str] = frozenset()
     for member in members:
         code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
