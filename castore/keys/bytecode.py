@@ -254,18 +254,14 @@ def _writes(method: str) -> bool:
 def attributes_set_of(code: types.CodeType, variable: str) -> frozenset[str]:
     """Names of the attributes of a variable's value that code itself assigns, ``+=`` included."""
     rows = list(single(code))
-    return frozenset(
+    updated = {
         row.argval
         for at, row in enumerate(rows)
         if row.opname == "STORE_ATTR"
-        and (
-            _loads_variable(rows, at - 1, variable)
-            or (
-                rows[at - 1].opname in ("SWAP", "ROT_TWO")
-                and any(_updates(rows, place, variable, row.argval) for place in range(2, at))
-            )
-        )
-    )
+        and rows[at - 1].opname in ("SWAP", "ROT_TWO")
+        and any(_updates(rows, place, variable, row.argval) for place in range(2, at))
+    }
+    return attributes_replaced_of(code, variable) | updated
 
 
 @functools.lru_cache(maxsize=4096)
