@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Where castore lies, and Python's library.
+_OWN, _PYTHON = (os.path.join(os.path.dirname(file), "") for file in (__file__, os.__file__))
 
 
 class CastoreError(Exception):
@@ -57,10 +61,30 @@ class CacheWarning(UserWarning):
     """A result that could have been expected in the cache was computed again, or was not kept."""
 
 
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the user's line: the innermost one in a file that no package manager has installed.
+
+    Frames of castore, of Python's library and of packages between, as `datasets` and torch, are passed over.
+    In a thread that runs no line of the user's, the warning names castore's own line.
+    """
+    frame, level, users = sys._getframe(1), 2, 2
+    while frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+        if not _is_installed(frame.f_code.co_filename):
+            users = level
+            break
+    warnings.warn(message, category, stacklevel=users)
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file of code belongs to castore, to Python or to an installed package."""
+    is_package = "/site-packages/" in file or "/dist-packages/" in file
+    return is_package or file.startswith((_OWN, _PYTHON, "<frozen "))
+
+
 def warn_unkept(key: str, error: CastoreError) -> None:
-    """Warn the caller of the function that calls this: the result of a computation is not kept."""
-    text = f"the result for {key!r} was computed and is not kept: {error}"
-    warnings.warn(text, CacheWarning, stacklevel=3)
+    """Warn that the result of a computation is not kept."""
+    warn(f"the result for {key!r} was computed and is not kept: {error}", CacheWarning)
 
 
 class NestedStoreWarning(UserWarning):

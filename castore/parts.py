@@ -6,14 +6,13 @@ rooms, so they must not use the store. Nothing here puts, gets or removes anythi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from castore import settings
-from castore.errors import LostSettingsWarning, StoreError
+from castore.errors import LostSettingsWarning, StoreError, warn
 from castore.index.beacon import Beacon
 from castore.index.connections import CLOSE_SECONDS
 from castore.index.database import Index
@@ -124,9 +123,7 @@ def open_folder(
         store_settings = settings.merge(base, codec=codec, level=level, max_size=max_size, ttl=ttl)
         settings.create(path, store_settings)
         if is_lost:
-            warnings.warn(
-                settings.describe_rewritten(path, store_settings), LostSettingsWarning, stacklevel=3
-            )
+            warn(settings.describe_rewritten(path, store_settings), LostSettingsWarning)
     merged = settings.merge(store_settings, codec=codec, level=level, max_size=max_size, ttl=ttl)
     settings.refuse_network(path)
     read_only = not is_new and settings.is_read_only(path)

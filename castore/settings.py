@@ -11,12 +11,11 @@ import json
 import os
 import re
 import stat
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from castore import layout
-from castore.errors import InvalidValueError, NestedStoreWarning, StoreError, read_only_error
+from castore.errors import InvalidValueError, NestedStoreWarning, StoreError, read_only_error, warn
 from castore.objects.codecs import check_codec
 from castore.system import ownership
 from castore.system.ballast import Ballast
@@ -327,11 +326,10 @@ def create(path: Path, settings: Settings) -> None:
         why = "it belongs to somebody else" if is_others else error.strerror or error
         raise StoreError(f"cannot make a store at {path}: {why}") from error
     if is_new and outer is not None:
-        warnings.warn(
+        warn(
             f"the new store {path} lies inside the store {outer}: that one's budget does not count it,"
             " and it goes when that one's folder is removed; a folder beside it is a better place",
             NestedStoreWarning,
-            stacklevel=3,
         )
 
 

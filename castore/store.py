@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,6 +26,7 @@ from castore.errors import (
     NotFoundError,
     RemoteWarning,
     TooLargeError,
+    warn,
     warn_unkept,
 )
 from castore.gc import GRACE_SECONDS
@@ -1102,7 +1102,7 @@ class Store:
         known.require_free(settings)  # before anything is written to the place
         remote = Remote(self.parts, settings, self._remote_options())
         for sentence in remote.prepare():
-            warnings.warn(f"remote {name!r}: {sentence}", RemoteWarning, stacklevel=2)
+            warn(f"remote {name!r}: {sentence}", RemoteWarning)
         known.add(settings)
         return remote
 

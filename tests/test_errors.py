@@ -5,13 +5,15 @@ whole.
 from __future__ import annotations
 
 import errno
+import functools
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from castore import errors
+from castore import Store, errors
 
 BUILT_IN = {
     errors.InvalidNameError: ValueError,
@@ -60,3 +62,17 @@ def test_the_page_has_every_error_with_its_bases_and_every_warning() -> None:
         for name, kind in vars(errors).items()
         if isinstance(kind, type) and issubclass(kind, UserWarning)
     }
+
+
+def test_a_warning_points_at_the_users_line_also_through_a_library(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with pytest.warns(errors.NestedStoreWarning) as warned:
+        functools.singledispatch(Store)(tmp_path / "a").close()  # functools' wrapper is a function of Python
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_a_warning_in_a_thread_without_a_line_of_the_users_points_at_castore(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with pytest.warns(errors.NestedStoreWarning) as warned, ThreadPoolExecutor() as threads:
+        threads.submit(Store, tmp_path / "a").result().close()
+    assert [Path(warning.filename).name for warning in warned] == ["settings.py"]

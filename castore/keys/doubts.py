@@ -19,15 +19,13 @@ import functools
 import json
 import os
 import re
-import sys
 import time
 import uuid
-import warnings
 from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from castore.errors import FullError, StoreError
+from castore.errors import FullError, StoreError, warn
 from castore.keys.classes import per_class
 
 #: Folder of names under which a store remembers doubts.
@@ -136,22 +134,12 @@ class Doubts(NamedTuple):
             return
         path, kind = next(iter(changed.items()))
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        warnings.warn(
+        warn(
             f"{what}{path}: is a {kind}{more} that was another one in "
             f"{'each run' if seeds else 'the last run'}, "
             f"and nothing else differs, so nothing that was kept is found again; {advice}",
             RuntimeWarning,
-            stacklevel=outside(),
         )
-
-
-def outside() -> int:
-    """Number of frames from the caller up to the first code outside castore: `warnings`' ``stacklevel``."""
-    frame, level = sys._getframe(1), 1
-    inside = (_PACKAGE, "contextlib")  # a `with` statement of castore's
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def are_in(code: bytes) -> bool:

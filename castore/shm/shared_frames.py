@@ -20,12 +20,11 @@ from __future__ import annotations
 import os
 import random
 import time
-import warnings
 from pathlib import Path
 
 import xxhash
 
-from castore.errors import FullError, InvalidValueError, SegmentError
+from castore.errors import FullError, InvalidValueError, SegmentError, warn
 from castore.records import Buffer
 from castore.shm.arena import Arena, Layout, Table, round_up
 from castore.shm.extents import Extents, Record
@@ -232,9 +231,7 @@ class SharedFrames:
     def _stop_growing(self, error: FullError) -> None:
         # One warning per process: a cache that cannot grow is no reason to stop a training run.
         self._cannot_grow = True
-        warnings.warn(
-            f"no more frames are shared than {format_size(self.held)}: {error}", RuntimeWarning, stacklevel=2
-        )
+        warn(f"no more frames are shared than {format_size(self.held)}: {error}", RuntimeWarning)
 
     def discard(self, key: bytes) -> None:
         """Remove a frame if it is there."""

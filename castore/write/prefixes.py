@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 
-from castore.errors import CorruptError, StoreError
+from castore.errors import CorruptError, StoreError, warn
 from castore.index.beacon import PREFIXES, Beacon
 from castore.names import check_prefix
 from castore.objects.dictionaries import Dictionaries, Dictionary
@@ -138,4 +137,4 @@ def _parse_number(text: object) -> int:
 def _warn(what: str) -> None:
     # A put must not fail for a dictionary's saving. But users must not learn of the loss only from a full
     # disk.
-    warnings.warn(f"{what}; `castore doctor` tells more", RuntimeWarning, stacklevel=6)
+    warn(f"{what}; `castore doctor` tells more", RuntimeWarning)

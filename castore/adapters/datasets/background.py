@@ -12,7 +12,6 @@ parent's.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import datasets
 
 from castore.adapters.datasets.dataset_entries import DatasetSize
-from castore.errors import CacheWarning
+from castore.errors import CacheWarning, warn
 from castore.system.forks import reset_after_fork
 from castore.system.thread_pools import lasting_pool
 
@@ -92,12 +91,12 @@ class PendingPuts:
                 del self._pending[store, name]
             future.set_result(size)
 
-    def warn(self, stacklevel: int = 3) -> None:
+    def warn(self) -> None:
         """Warn of failures since the last call."""
         with self._guard:
             failures, self._failures = self._failures, []
         for failure in failures:
-            warnings.warn(failure, CacheWarning, stacklevel=stacklevel)
+            warn(failure, CacheWarning)
 
     def wait(self) -> None:
         """Wait until nothing is pending, and warn of failures."""

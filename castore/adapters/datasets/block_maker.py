@@ -16,7 +16,6 @@ import os
 import statistics
 import threading
 import uuid
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -59,7 +58,7 @@ from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.operator_state import differ
-from castore.errors import CacheWarning
+from castore.errors import CacheWarning, warn
 from castore.store import Store
 
 # So much of a step suffices to estimate the size of its result.
@@ -316,10 +315,9 @@ class BlockMaker:
         """Whether the operator remembers rows that this process has shown it: then it warns, once."""
         if self._workers is None and not self.remembers and self._step.state.has_changed(now=True):
             self.remembers = True
-            warnings.warn(
+            warn(
                 f"results of the step {self._step.state.name!r} are not kept block by block: {REMEMBERS}",
                 CacheWarning,
-                stacklevel=2,
             )
         return self.remembers
 

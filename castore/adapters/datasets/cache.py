@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from castore.adapters.datasets.tables import (
     assemble_stream,
     make_part,
 )
-from castore.errors import CacheWarning, CorruptError, InvalidValueError, NotFoundError
+from castore.errors import CacheWarning, CorruptError, InvalidValueError, NotFoundError, warn
 from castore.names import check_name
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -139,7 +138,7 @@ class DatasetCache:
         except CorruptError as error:
             dataset_entries.drop(self.store, name)
             message = f"the dataset {name!r} in {self.store.path} is damaged and was removed: {error}"
-            warnings.warn(message, CacheWarning, stacklevel=3)
+            warn(message, CacheWarning)
             return None
         iterable = any(isinstance(member, datasets.IterableDataset) for member in members.values())
         return datasets.IterableDatasetDict(members) if iterable else datasets.DatasetDict(members)

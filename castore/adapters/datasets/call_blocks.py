@@ -29,7 +29,6 @@ import os
 import sys
 import time
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -58,6 +57,7 @@ from castore.errors import (
     StoreError,
     TooLargeError,
     UnhashableError,
+    warn,
 )
 from castore.keys.encoder import fingerprint, key
 from castore.serialize.serializers import dump, load
@@ -181,7 +181,7 @@ class KeptCalls:
         """Warn once in a process."""
         if about not in self._warned:
             self._warned.add(about)
-            warnings.warn(text, CacheWarning, stacklevel=2)
+            warn(text, CacheWarning)
 
 
 def _name(key: bytes, digest: bytes) -> str:

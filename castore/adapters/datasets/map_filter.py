@@ -119,7 +119,7 @@ def _run_cached(
     rowwise: bool,
     given: dict[str, Any],
 ) -> Any:
-    pending_puts.warn(stacklevel=4)
+    pending_puts.warn()
     store = step_runner.store_or_default(store)
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         # A dictionary's defaults are not those of its parts.

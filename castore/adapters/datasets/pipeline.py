@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -53,7 +52,7 @@ from castore.adapters.datasets.steps import (
 )
 from castore.adapters.datasets.tables import STATE_FILE, fingerprint_of_key
 from castore.adapters.datasets.unread_parameters import METHOD_OF_HASHES, without_unread
-from castore.errors import CacheWarning, InvalidValueError, NotFoundError, UnhashableError
+from castore.errors import CacheWarning, InvalidValueError, NotFoundError, UnhashableError, warn
 from castore.keys.encoder import fingerprint as fingerprint_of
 from castore.objects.codecs import check_codec
 from castore.store import Store
@@ -335,7 +334,7 @@ class Pipeline:
         if not self._estimate(dataset, planned, ratio=1.0).problems:
             return  # it fits even if nothing can be compressed: how far it can need not be measured
         for problem in self._estimate(dataset, planned).problems:
-            warnings.warn(problem, CacheWarning, stacklevel=5)
+            warn(problem, CacheWarning)
 
     def drop_intermediate(
         self, *, older_than: float | str | None = None, budget: int | str | None = None
@@ -473,11 +472,10 @@ class _Run:
                 )
             except NotInBlocksError as error:
                 require_no_memory(blocks, str(error))
-                warnings.warn(
+                warn(
                     f"the deduplicator {planned.step.name!r} hashed all rows in one pass, and does so again "
                     f"after a change of its input: {error}",
                     CacheWarning,
-                    stacklevel=6,
                 )
                 return in_one_pass(file, watch, in_order=in_order or isinstance(error, RemembersError))
             return drop_duplicates(planned.step.operator, self._hashed.dataset, dataset.column_names)
@@ -698,7 +696,7 @@ class _Run:
         with checkpoint.hold():
             found = checkpoint.find(source, marks)
             if found.reason:
-                warnings.warn(found.reason, CacheWarning, stacklevel=4)
+                warn(found.reason, CacheWarning)
             reports = [
                 _report(step, True, *rows, 0.0, None)
                 for step, rows in zip(planned, pairwise(found.rows), strict=False)

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from castore.adapters.datasets.forecast import Piece
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, fingerprint_of_key
 from castore.adapters.mapped_check import note_new
-from castore.errors import CacheWarning, FullError, NotFoundError, TooLargeError
+from castore.errors import CacheWarning, FullError, NotFoundError, TooLargeError, warn
 from castore.records import LOST, Entry, Found
 from castore.store import Store
 from castore.write.batch import Batch
@@ -164,11 +163,10 @@ def run_by_units(
                 scratch.remove(work)
             if (outcome := step_runner.load_step(store, name)) is not None:
                 return outcome.dataset
-    warnings.warn(
+    warn(
         f"the files of the input {name!r} are read together, so a change of one reads all of them again: "
         f"{why}; make room, or set a larger max_size",
         CacheWarning,
-        stacklevel=4,
     )
     return None
 

@@ -23,7 +23,6 @@ import re
 import shutil
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -57,6 +56,7 @@ from castore.errors import (
     InvalidValueError,
     NotFoundError,
     TooLargeError,
+    warn,
 )
 from castore.keys.encoder import key
 from castore.store import Store
@@ -151,11 +151,10 @@ def _random_digits() -> str:
 
 
 def _warn_of_files(name: str) -> None:
-    warnings.warn(
+    warn(
         f"the result of the step {name!r} is not kept: files that rows of the input name have changed "
         "while it ran",
         CacheWarning,
-        stacklevel=6,
     )
 
 
@@ -204,9 +203,7 @@ def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None)
         with contextlib.suppress(NotFoundError, CorruptError):
             dataset_entries.set_damaged_aside(store, name)
         dataset_entries.drop(store, name)
-        warnings.warn(
-            f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning, stacklevel=3
-        )
+        warn(f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning)
         return None
     _describe(dataset, record, info)
     size = known_size(files.size)
@@ -342,10 +339,9 @@ def _run_as_one(
             return StepOutcome(snapshot, False, record, known_size(None), file=file)
         lock = stack.pop_all()
     if why:
-        warnings.warn(
+        warn(
             f"the step {name!r} ran as one piece, so a change of its input runs all of it again: {why}",
             CacheWarning,
-            stacklevel=5,
         )
 
     part = make_part(snapshot, embed=False)

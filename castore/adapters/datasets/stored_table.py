@@ -11,7 +11,6 @@ import contextlib
 import copy
 import os
 import resource
-import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from castore.adapters.datasets.mapped_files import (
 )
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
 from castore.adapters.mapped_check import check_now, find_unchecked
-from castore.errors import CacheWarning, CorruptError, FullError, NotFoundError, TooLargeError
+from castore.errors import CacheWarning, CorruptError, FullError, NotFoundError, TooLargeError, warn
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, LOST, Blob
 from castore.store import Store
@@ -106,11 +105,10 @@ def _load(store: Store, name: str, blob: Blob, opened: OpenBlob | None, *, may_c
 
 def _warn_of_memory(name: str, count: int, why: str) -> None:
     others = f" and {count - 1} more files" if count > 1 else ""
-    warnings.warn(
+    warn(
         f"the rows of {name!r}{others} are read into memory, since they cannot be mapped: {why}; mount the"
         " store to map them without a copy",
         CacheWarning,
-        stacklevel=4,
     )
 
 
@@ -202,11 +200,10 @@ class _StoredRows:
 
     def map(self) -> Table:
         if not os.path.isfile(self._store.path / layout.SETTINGS):  # to open the store would make it again
-            warnings.warn(
+            warn(
                 f"the rows of {self._files[0][0]!r} are read into memory, since the store"
                 f" {self._store.path} is gone",
                 CacheWarning,
-                stacklevel=4,
             )
             return concat_tables([table_in_memory(opened.read_all()) for opened in self._opened])
         # The copy is an open Store: the caller may have closed the original.

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import os
 import secrets
-import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from castore.adapters.embeddings.table_identity import (
     restore_first_values,
     table_name,
 )
-from castore.errors import CacheWarning, InvalidValueError
+from castore.errors import CacheWarning, InvalidValueError, warn
 from castore.keys.classes import full_name
 from castore.keys.libraries import library_of_class
 
@@ -275,12 +274,11 @@ class CachedEncoder(nn.Module):
             return
         self._warned_uncached = True
         fed = ", ".join(_describe(value) for value in (*args, *kwargs.values())) or "nothing"
-        warnings.warn(
+        warn(
             f"the encoder {self.name!r} got {fed}, which is encoded each time, since it is no batch of "
             "items; pass tensors, arrays or lists with one element for each item, all of one length, or "
             "tuples of as many texts, or leave the encoder uncached with CacheType.NONE",
             CacheWarning,
-            stacklevel=2,
         )
 
     def _warn_of_settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -292,12 +290,11 @@ class CachedEncoder(nn.Module):
         self._checked_settings = plain
         if settings := _other_than_defaults(self.encoder, args, kwargs):
             self._warned_settings = True
-            warnings.warn(
+            warn(
                 f"the encoder {self.name!r} got {', '.join(settings)} beside keys, which has no effect:"
                 " embeddings are those of the time when the cache was filled; build it into the encoder, or"
                 " leave the encoder uncached with CacheType.NONE",
                 CacheWarning,
-                stacklevel=2,
             )
 
     def _item_key(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from castore.adapters.embeddings.table_layout import (
     columns_of,
 )
 from castore.adapters.mapped_check import check_now, find_unchecked
-from castore.errors import CacheWarning, CorruptError, NotFoundError
+from castore.errors import CacheWarning, CorruptError, NotFoundError, warn
 from castore.records import LOOSE, LOST, Blob, Found
 from castore.store import Store
 from castore.system.temporary import open_regular
@@ -360,4 +359,4 @@ def _can_be_mapped(blob: Blob) -> bool:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CacheWarning, stacklevel=2)
+    warn(message, CacheWarning)

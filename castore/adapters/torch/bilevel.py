@@ -10,7 +10,6 @@ folder it was given.
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -23,8 +22,8 @@ from castore.adapters.torch.samples import MISSING, pack, tell_no_sample, unpack
 from castore.adapters.torch.tiers import TwoLevels, fixed_bytes
 from castore.adapters.torch.unshared_sizes import RankSizes, divide_sizes
 from castore.adapters.torch.wrapper import DatasetWrapper
-from castore.errors import CorruptError, InvalidValueError, SerializationError, UnhashableError
-from castore.keys.doubts import Doubts, outside
+from castore.errors import CorruptError, InvalidValueError, SerializationError, UnhashableError, warn
+from castore.keys.doubts import Doubts
 from castore.keys.encoder import RefusedError
 
 
@@ -147,12 +146,11 @@ class BiLevelCachedDataset(DatasetWrapper):
         ranks = read_ranks()
         if ranks.local_rank == 0:
             each = f", and each of the {ranks.local_world_size} ranks of this node keeps its own"
-            warnings.warn(
+            warn(
                 "samples are cached for this run "
                 f"only{each if ranks.local_world_size > 1 and not name else ''}: {problem}; for later runs, "
                 "say what identifies the data with key=...",
                 RuntimeWarning,
-                stacklevel=outside(),
             )
         return "", None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from castore.adapters.torch.changes import Changes
 from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
 from castore.adapters.torch.hit_counts import HitCounts
 from castore.adapters.torch.samples import pack, tell_no_sample, unpack
-from castore.errors import CorruptError, FullError, SerializationError, TooLargeError
+from castore.errors import CorruptError, FullError, SerializationError, TooLargeError, warn
 
 _DIGITS = 40
 _STATE = ("state_dict", "load_state_dict")
@@ -162,7 +161,7 @@ class CachedIterableDataset(IterableDataset[Any]):
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"no more samples are kept for now: {error}", RuntimeWarning, stacklevel=4)
+            warn(f"no more samples are kept for now: {error}", RuntimeWarning)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for attributes that the wrapper lacks. Unpickling calls it before there is

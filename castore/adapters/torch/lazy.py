@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -36,7 +35,7 @@ from castore.adapters.torch.shard_sizes import (
     whole_shards,
 )
 from castore.adapters.torch.wrapper import check_index
-from castore.errors import InvalidValueError, UnhashableError
+from castore.errors import InvalidValueError, UnhashableError, warn
 from castore.units import format_size
 
 Mode = Literal["rank", "node", "disk"]
@@ -167,11 +166,11 @@ class LazyShardDataset(Dataset[Any]):
         step, shard = self._whole, self._shard
         cut = sum(step.sizes) - sum(step.kept)
         if cut:
-            warnings.warn(
+            warn(
                 f"{cut} of {self._n} samples are left out, because the caches do not hold them: shard "
                 f"{shard} keeps {step.kept[shard]} of {step.sizes[shard]}, at {format_size(round(each))} a "
                 "sample; raise memory_size or disk_size, or take overflow=None for whole shards",
-                stacklevel=4,
+                UserWarning,
             )
 
     # The order of an epoch ----------------------------------------------------------------------------------

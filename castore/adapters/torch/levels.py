@@ -7,13 +7,12 @@ no more than others. Neither level depends on the content of a record, nor on th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 from castore import Buffer, Store
 from castore.adapters.torch.policy import Policy
-from castore.errors import FullError, TooLargeError
+from castore.errors import FullError, TooLargeError, warn
 from castore.shm.arena import Arena, Table
 from castore.shm.extents import Extents
 from castore.shm.tallies import Tallies
@@ -76,7 +75,7 @@ class Level:
         # Once a process: a cache that cannot grow deserves a warning, and does not stop a training run.
         if not self._warned:
             self._warned = True
-            warnings.warn(f"no more samples are cached for now: {error}", RuntimeWarning, stacklevel=4)
+            warn(f"no more samples are cached for now: {error}", RuntimeWarning)
 
 
 class MemoryLevel(Level):

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import os
 import stat
-import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from castore.keys.doubts import outside
+from castore.errors import warn
 
 # A stat takes about a microsecond, and there are two for each file and sample that is read.
 _MOST = 16
@@ -84,12 +83,11 @@ class NamedFiles:
                 self._states[path], self._ends[path] = state, _ends(path, state)
             elif self.are_same:
                 self.are_same = False
-                warnings.warn(
+                warn(
                     f"{path} is another file, or has changed, since the dataset was wrapped: samples that are"
                     " read from now on are not kept; wrap the dataset anew, or say what identifies the data"
                     " with key=...",
                     RuntimeWarning,
-                    stacklevel=outside(),
                 )
 
     def _has_grown(self, path: str, state: _State) -> bool:

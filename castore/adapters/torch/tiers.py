@@ -8,7 +8,6 @@ down when it loses its own; nothing else moves. Knows indices and bytes, not sam
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from castore.adapters.torch.level_sizes import Size, disk_bytes, is_off, memory_
 from castore.adapters.torch.levels import TALLIES, DiskLevel, DiskTable, MemoryLevel
 from castore.adapters.torch.policy import Policy
 from castore.adapters.torch.samples import record_name
-from castore.errors import InvalidValueError
+from castore.errors import InvalidValueError, warn
 from castore.records import Buffer
 from castore.shm.arena import Arena, Layout, Table
 from castore.shm.segments import is_alive
@@ -241,11 +240,10 @@ class TwoLevels:
         # it.
         if not self._warned_too_large:
             self._warned_too_large = True
-            warnings.warn(
+            warn(
                 f"sample {index} takes {format_size(length)}, and a level holds {format_size(self._largest)} "
                 "in all: it is not cached; raise memory_cache_size or disk_cache_size",
                 RuntimeWarning,
-                stacklevel=5,
             )
 
     def flush(self) -> None:

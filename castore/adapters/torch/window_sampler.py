@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import Sampler
 
 from castore import Store
 from castore.adapters.torch.ranks import read_ranks
-from castore.errors import CacheWarning, InvalidValueError
+from castore.errors import CacheWarning, InvalidValueError, warn
 from castore.names import check_name, require_several
 from castore.remote.outcomes import BackgroundPull
 from castore.units import as_whole
@@ -179,11 +178,10 @@ class WindowSampler(Sampler[int]):
     def _tell_of(self, missing: set[str]) -> None:
         if missing:
             self._has_told = True
-            warnings.warn(
+            warn(
                 f"{min(missing)!r} and perhaps other names are not in {self._store.path}, though the pull has"
                 " ended: does the ref have them, below that prefix?",
                 CacheWarning,
-                stacklevel=2,
             )
 
 

@@ -189,8 +189,9 @@ class Relative:
 
 
 def test_a_function_that_remembers_the_first_row_alone_sees_all_in_one_process(store: Store) -> None:
-    with pytest.warns(CacheWarning, match="remembers rows"):
+    with pytest.warns(CacheWarning, match="remembers rows") as warned:
         made = Pipeline([Relative()], store=store, num_proc=2).run(rows()).dataset
+    assert [warning.filename for warning in warned] == [__file__]
     assert made["to first"] == list(range(ROWS))
 
 

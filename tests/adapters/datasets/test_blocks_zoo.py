@@ -674,8 +674,9 @@ def test_however_many_blocks_are_damaged_no_other_runs_again(fresh: bool, store:
         path, offset, length = payload(store, block.name)
         flip(path, offset + length // 2)
     ran.rows = 0
-    with pytest.warns(CacheWarning, match="damaged and runs again"):
+    with pytest.warns(CacheWarning, match="damaged and runs again") as warned:
         assert told(case.cached(rows(), store, load_from_cache_file=not fresh)) == plain
+    assert {warning.filename for warning in warned} == {__file__}
     assert ran.rows == sum(block.metadata["rows_in"] for block in damaged) + COUNT * fresh
 
 
