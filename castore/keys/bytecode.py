@@ -226,17 +226,22 @@ def _loads(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...], st
 @functools.lru_cache(maxsize=4096)
 def names_written(code: types.CodeType) -> frozenset[str]:
     """Names of the variables that code assigns or changes elements of; attributes begin with a dot."""
+    rows = [row for inner in codes(code) for row in single(inner)]
+    assigned = {f".{row.argval}" for row in rows if row.opname == "STORE_ATTR"}
+    assigned |= {row.argval for row in rows if row.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+    return names_changed(code) | assigned
+
+
+@functools.lru_cache(maxsize=4096)
+def names_changed(code: types.CodeType) -> frozenset[str]:
+    """Names of the variables that code changes elements of; attributes begin with a dot."""
     found: set[str] = set()
     for inner in codes(code):
         rows = list(single(inner))
         for at, row in enumerate(rows):
-            if row.opname == "STORE_ATTR":
-                found.add(f".{row.argval}")
-            elif row.opname in ("STORE_DEREF", "STORE_GLOBAL"):
-                found.add(row.argval)
-            elif row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
+            if row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
                 continue  # the end of `values[key] += …`, which was counted at its beginning
-            elif row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at, 2):
+            if row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at, 2):
                 found |= _name_at(rows, _before(rows, at))
             elif row.opname == "STORE_SLICE" or _is_in_place(rows, at, 3):  # since Python 3.12
                 found |= _name_at(rows, _before(rows, _before(rows, at)))
@@ -287,6 +292,16 @@ def attributes_read_of(code: types.CodeType, variable: str) -> frozenset[str]:
         for at, row in enumerate(rows)
         if row.opname in _LOADS_ATTRIBUTE and _loads_variable(rows, at - 1, variable)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def attributes_written_of(code: types.CodeType, variable: str) -> frozenset[str]:
+    """Names of the attributes of a variable's value that code, or code inside it, assigns or changes elements
+    of.
+    """
+    changed = {f".{name}" for name in attributes_read_of(code, variable)} & names_changed(code)
+    found = {name[1:] for name in changed}
+    return frozenset(found.union(*(attributes_set_of(inner, variable) for inner in codes(code))))
 
 
 def _loads_variable(rows: list[dis.Instruction], at: int, variable: str) -> bool:

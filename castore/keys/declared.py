@@ -1,5 +1,7 @@
 """Classes whose library keeps outside their bodies, or beside compiled forms, what the bodies declare.
 
+Also classes to which a library adds, while they are used, what follows from their bodies.
+
 The compiled form of a pydantic model has addresses in it, and follows from fields, validators and settings.
 A struct of msgspec has its defaults and options in its metaclass. attrs puts a number of the process into the
 hash function that it writes. Must never: import a library.
@@ -28,6 +30,10 @@ def declared(encoder: Encoder, cls: Any, noise: set[str]) -> Iterator[Any]:
     if "__attrs_attrs__" in vars(cls) and _is_of_attrs(vars(cls).get("__hash__")):
         noise.add("__hash__")  # it has a number that differs in each process; the attributes determine it
         yield "hash", "of attrs"
+    if "_explicit_class_assumptions" in vars(cls):  # sympy derives these, in an order of sets
+        noise |= {"default_assumptions", "_prop_handler"}
+    if {"_declared_fields", "_hooks"} <= vars(cls).keys():
+        noise.add("_hooks")  # of marshmallow, which adds empty lists when it first looks
     msgspec = sys.modules.get("msgspec")
     if msgspec is not None and issubclass(type(cls), type(msgspec.Struct)):
         yield from _of_msgspec(encoder, cls, msgspec)

@@ -49,6 +49,7 @@ from castore.keys.compiled import compiled_digest
 from castore.keys.declared import declared
 from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, refuse
 from castore.keys.libraries import library_object, library_of, library_of_class
+from castore.keys.looked_up import looked_up
 from castore.keys.registry import Table
 from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, lists_parts
 
@@ -132,6 +133,19 @@ def _function_parts(encoder: Encoder, function: types.FunctionType) -> Iterator[
     the function lists them.
     """
     around = encoder.marks
+    if "__wrapped__" in function.__dict__ and _top_package(function) == "cachetools":
+        # The wrapper holds the results so far. Newer versions have objects, which `pickled` knows.
+        yield "cachetools", encoder.part(function.__dict__["__wrapped__"])
+        return
+    checked = (function.__kwdefaults__ or {}).get("__beartype_func")
+    if checked is not None:  # beartype's wrapper checks the types that annotations say
+        encoder.marks = around | {beside_code.ANNOTATIONS}
+        try:
+            code = encoder.part(checked)
+        finally:
+            encoder.marks = around
+        yield "beartype", code
+        return
     dispatch = _dispatch_registry(function)
     if dispatch is None:
         encoder.marks = around | _marks(function.__code__)
@@ -207,6 +221,8 @@ def _body(
         module = _imported(name)
         encoder.found.imported |= not was_there and name in sys.modules
         yield name, _reference(encoder, module, names, f" -> import {name!r}")
+    for name, value in looked_up(code, names, scope):
+        yield name, _reference(encoder, value, names, f" -> global {name!r}")
     own = sys.modules.get(str(scope.get("__name__")))
     if _finds_itself(code) and own is not None and vars(own) is scope:
         yield "whole", encoder.part(own, " -> sys.modules[__name__]")
@@ -278,6 +294,8 @@ def _class(encoder: Encoder, cls: type) -> Iterator[Any]:
         yield from _dataclass_parts(encoder, cls, noise)
     if issubclass(cls, enum.Enum):
         yield from _enum_parts(encoder, cls, noise)
+    if _has_init_of_protocol(cls):
+        noise.add("__init__")
     if issubclass(cls, tuple) and "_fields" in vars(cls):
         noise |= {*cls._fields, *_TUPLE_NOISE}  # type: ignore[attr-defined]
     if digest is not None:  # the digest covers what the compiler has put there, which may have no hash
@@ -327,6 +345,17 @@ def _other_than(options: Any, usual: dict[str, Any], encoder: Encoder) -> Iterat
             yield name, encoder.part(chosen, f".{name}")
 
 
+def _has_init_of_protocol(cls: type) -> bool:
+    """Whether `typing.Protocol` has put an ``__init__`` into a class. The first instance replaces it by the
+    one that the class inherits.
+    """
+    method = vars(cls).get("__init__")
+    if method is None or not has_member(cls, "_is_protocol"):
+        return False
+    is_inherited = any(vars(base).get("__init__") is method for base in cls.__mro__[1:])
+    return is_inherited or method.__name__ == "_no_init_or_replace_init"
+
+
 def _is_of_enum(name: str, value: object) -> bool:
     """Whether a class attribute is one that `enum` itself puts into each enumeration."""
     return (name.startswith("_") and name.endswith("_")) or isinstance(value, types.DynamicClassAttribute)
@@ -372,6 +401,8 @@ def uncompiled(value: Any) -> Any:
 def _own_attributes(function: types.FunctionType) -> dict[str, Any]:
     """The attributes that were set on a function, without those of compilers."""
     attributes = {name: item for name, item in function.__dict__.items() if not name.startswith(_COMPILER)}
+    if _top_package(function) == "tenacity":
+        attributes.pop("statistics", None)  # of the last call
     inner = attributes.get("__wrapped__")
     plain = inner is None or type(inner) in (types.FunctionType, _LRU)
     if plain and len(attributes) == len(function.__dict__):
@@ -503,6 +534,10 @@ def _is_magic(name: str) -> bool:
 def _is_users_method(value: object) -> bool:
     value = getattr(value, "__wrapped__", getattr(value, "fget", value))
     return isinstance(value, types.FunctionType) and not library_of(value.__globals__.get("__name__"))
+
+
+def _top_package(function: types.FunctionType) -> str:
+    return str(function.__globals__.get("__name__")).partition(".")[0]
 
 
 def _is_generated(value: object) -> bool:

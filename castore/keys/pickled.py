@@ -42,6 +42,8 @@ _SKLEARN_NOISE = {"_stop_words_id"}
 #: Configs of transformers store in the first Python's hash of a text, which is another one in each process,
 #: and pipelines count their calls in the second.
 _TRANSFORMERS_NOISE = {"_original_object_hash", "call_count"}
+#: Templates that jinja2 has loaded or run already, and its question whether a template's file is newer.
+_JINJA_NOISE = {"cache", "_module", "_uptodate"}
 
 
 def object_parts(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -50,7 +52,7 @@ def object_parts(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield encoder.part(type(value), f" -> {type(value).__name__}")
     reduced = _reduced(value)
     if type(reduced) is str:  # the name of a global object
-        yield _global(value, reduced)
+        yield from _global_parts(encoder, value, reduced)
         return
     make, arguments, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
     yield encoder.part(make)
@@ -162,9 +164,35 @@ def pickled_attributes(value: Any) -> dict[str, Any] | None:
     return state if type(state) is dict else None
 
 
-def _global(value: Any, name: str) -> str:
-    """The name by which pickle would look an object up."""
+def _global_parts(encoder: Encoder, value: Any, name: str) -> Iterator[Any]:
+    """The name by which pickle would look an object up; of an object of the user's also its state, since the
+    module that pickle would import may say something else by then.
+    """
     module: str = pickle.whichmodule(value, name)  # type: ignore[attr-defined]
+    yield _global(value, module, name)
+    if library_of(module):
+        return
+    held = getattr(value, "__dict__", None) or {}
+    if library_of_class(type(value)) is None:
+        yield from state_parts(encoder, lasting(encoder, value, _attributes(value)))
+    elif "__wrapped__" in held:  # a wrapper, such as those of cachetools, whose own state is a memory
+        yield encoder.part(held["__wrapped__"], ".__wrapped__")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    slots = [
+        (name, item)
+        for base in type(value).__mro__
+        for name, item in vars(base).items()
+        if isinstance(item, types.MemberDescriptorType)
+    ]
+    found = {name: item.__get__(value) for name, item in slots if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _global(value: Any, module: str, name: str) -> str:
+    """The name of a global object, with its library's where the library put it there."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -200,6 +228,8 @@ def _noise_of(cls: type) -> tuple[frozenset[str], bool]:
     noise = kept_by_properties(cls)
     of_module = is_module(cls)
     noise |= _MODULE_NOISE if of_module else set()
-    for library, names in (("sklearn.", _SKLEARN_NOISE), ("transformers.", _TRANSFORMERS_NOISE)):
+    for library, names in (
+        ("sklearn.", _SKLEARN_NOISE), ("transformers.", _TRANSFORMERS_NOISE), ("jinja2.", _JINJA_NOISE),
+    ):  # fmt: skip
         noise |= names if any(base.__module__.startswith(library) for base in cls.__mro__) else set()
     return frozenset(noise), of_module

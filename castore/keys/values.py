@@ -15,6 +15,7 @@ import gc
 import os
 import pickle
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -554,6 +555,36 @@ def _neighbours(encoder: Encoder, value: Any) -> Iterator[Any]:
     yield from ("tree", encoder.part(type(value)), encoder.part((*state[:7], *state[11:])))
 
 
+def _context(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # Its flags say what has happened in computations so far.
+    traps = sorted(signal.__name__ for signal, is_on in value.traps.items() if is_on)
+    yield from ("context", value.prec, value.rounding, value.Emin, value.Emax, value.capitals, value.clamp)
+    yield traps
+
+
+def _scanner(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # While it runs it keeps the last match.
+    yield from ("scanner", encoder.part(value.lexicon, ".lexicon"), value.scanner.flags)
+
+
+def _wrapper_of_wrapt(encoder: Encoder, value: Any) -> Iterator[Any]:
+    yield "wrapper"
+    for name in ("__wrapped__", "_self_wrapper", "_self_enabled", "_self_instance"):
+        yield encoder.part(getattr(value, name), f".{name}")
+
+
+def _proxy_of_wrapt(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # All attributes are those of the object behind it, but for those whose names begin with ``_self_``.
+    cls = type(value)
+    yield from ("proxy", encoder.part(value.__wrapped__, ".__wrapped__"))
+    if library_of_class(cls) is None and cls.__module__ not in ("_wrappers", "wrapt._wrappers"):
+        yield encoder.part(cls)
+        members = (item for base in cls.__mro__ for item in vars(base).values())
+        codes = (item.__code__ for item in members if isinstance(item, types.FunctionType))
+        own = sorted({name for code in codes for name in code.co_names if name.startswith("_self_")})
+        yield [(name, encoder.part(getattr(value, name, None), f".{name}")) for name in own]
+
+
 _MSGSPEC_ENCODER = ("enc_hook", "decimal_format", "uuid_format", "order")
 _OF_SYSTEM = ("/lib", "/usr/lib", sys.base_prefix, sys.prefix)
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -623,6 +654,16 @@ SHARED = Table(
         ("string.templatelib", ("Interpolation",), _by_attributes(
             "value", "expression", "conversion", "format_spec")),
         ("re", ("Match",), _match),
+        ("re", ("Scanner",), _scanner),
+        ("decimal", ("Context",), _context),
+        ("loguru._logger", ("Logger",), by_type),
+        ("toolz.functoolz", ("curry",), _by_attributes("func", "args", "keywords")),
+        ("cytoolz.functoolz", ("curry",), _by_attributes("func", "args", "keywords")),
+        ("cachetools._descriptor", ("_MethodDescriptor",), _by_attributes("__wrapped__")),
+        ("cachetools._cachedmethod", ("_WrapperBase",), _by_attributes("__wrapped__")),
+        ("wrapt", ("FunctionWrapper", "BoundFunctionWrapper"), _wrapper_of_wrapt),
+        ("wrapt", ("BaseObjectProxy", "ObjectProxy"), _proxy_of_wrapt),
+        ("ray.remote_function", ("RemoteFunction",), _by_attributes("_function", "_default_options")),
         ("regex", ("Match",), _match),
         ("regex", ("Pattern",), _pattern),
         ("ctypes", ("_CFuncPtr",), _c_function),

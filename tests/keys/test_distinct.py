@@ -921,7 +921,7 @@ class Awaited:
 @pytest.mark.parametrize(
     ("what", "problem"),
     [
-        (3, "decorates a function, not <class 'int'>"), (map, "cannot tell the arguments of"),
+        (3, "decorates a function, not <class 'int'>"), (min, "cannot tell the arguments of"),
         (awaited, "awaited is an async function, which .* decorate a function that awaits it"),
         (functools.partial(awaited, 1), "an async function"), (Awaited(), "Awaited is an async function"),
         (Awaited().__call__, "an async function"),

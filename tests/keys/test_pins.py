@@ -264,7 +264,8 @@ def test_every_case_is_pinned_for_every_adapter() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_has_the_key_or_the_error_that_it_had(name: str) -> None:
-    assert _asked("config", CASES[name]()) == PINS[name]["config"]
+    # Python 3.10 calls the class of enumerations by another name in errors.
+    assert _asked("config", CASES[name]()).replace("EnumMeta", "EnumType") == PINS[name]["config"]
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="bytecode, and so keys, differ between versions")
