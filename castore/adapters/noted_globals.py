@@ -12,35 +12,42 @@ import types
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
-from castore.adapters.noted_values import mark_of
+from castore.adapters.noted_values import State, function_parts
 from castore.keys.bytecode import codes, names_written, outer_reads
 from castore.keys.libraries import library_of, library_of_class
+from castore.keys.looked_up import names_in_texts
 
 _UNBOUND = object()
+_MOST = 256  # values within one global
 
 
 class Binding(NamedTuple):
     """A name of a module with the value that it was bound to, and the module's names.
 
     Attributes:
-        mark: of the value; a write to the value changes it.
+        state: of the value and what lies within it.
     """
 
     scope: dict[str, Any]
     name: str
     value: Any
-    mark: object
+    state: State
 
     @classmethod
     def of(cls, scope: dict[str, Any], name: str) -> Binding:
         """The binding of now."""
         value = scope.get(name, _UNBOUND)
-        return cls(scope, name, value, mark_of(value))
+        return cls(scope, name, value, State.of(value, _MOST))
+
+    @property
+    def label(self) -> str:
+        """The name with its module, in words."""
+        return f"the {label_of(self.name)} of {module_of(self.scope.get('__name__'))}"
 
     def is_old(self) -> bool:
-        """Whether the name is bound to another object now, or its value was written to."""
+        """Whether the name is bound to another object now, or its value was written to, however deep."""
         value = self.scope.get(self.name, _UNBOUND)
-        return value is not self.value or mark_of(value) != self.mark
+        return value is not self.value or not self.state.is_same(State.of(value, _MOST))
 
     def now(self) -> Binding:
         """The binding with the value of now."""
@@ -72,6 +79,8 @@ def reached_bindings(functions: Iterable[types.FunctionType]) -> list[Binding]:
         known[id(function)] = function
         for one in _read_by(function, frozenset()):
             todo += functions_in(one.value)
+        for _, held, _ in function_parts(function):
+            todo += functions_in(held)
     written = {
         (module_of(function.__globals__.get("__name__")), label_of(name))
         for function in known.values()
@@ -104,7 +113,8 @@ def _read_by(function: types.FunctionType, written: Set[tuple[str, str]]) -> Ite
     scope, module = function.__globals__, module_of(function.__globals__.get("__name__"))
     inside = [*codes(function.__code__)]
     attributes = {name for code in inside for name in code.co_names}
-    for name in {name for code in inside for kind, name in outer_reads(code) if kind == "global"}:
+    read = {name for code in inside for kind, name in outer_reads(code) if kind == "global"}
+    for name in read.union(*names_in_texts(function.__code__)):
         if name in scope and (module, label_of(name)) not in written:
             yield Binding.of(scope, name)
             yield from _attributes_of(scope[name], attributes)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,27 +57,99 @@ class Seen(NamedTuple):
     held: tuple[_Held, ...]
 
 
-def walk(data: Any, most: int) -> list[Seen]:
-    """The noted values of a dataset or an encoder and of all its parts, the nearest first.
+def walk(data: Any, most: int, *, marked: bool = True) -> list[Seen]:
+    """The noted values of a dataset or an encoder and of all its parts, the nearest first. Fewer are the
+    beginning of more.
 
     Args:
         data: the dataset.
         most: how many values, at most.
+        marked: with marks, which cost most of the time. Default True.
     """
     found: list[Seen] = []
+    classes: set[int] = set()  # by identity: a metaclass may forbid hashing its classes
     todo: deque[tuple[str, Any, tuple[_Held, ...], int, bool]] = deque([("", data, (), 0, False)])
     while todo and len(found) < most:
         path, value, held, depth, in_module = todo.popleft()
-        kind = kind_of(type(value))
+        kind = kind_of(value)
         marker = _class if in_module and kind == "module" else _MARKERS.get(kind)
-        found.append(Seen(path, value, marker(value) if marker else None, held))
+        found.append(Seen(path, value, marker(value) if marker and marked else None, held))
         parts = _PARTS.get(kind)
         if parts is not None and depth < _DEEPEST and len(todo) + len(found) < most:
             in_module = kind == "module"
-            todo += [
-                (path + step, item, held + more, depth + 1, in_module) for step, item, more in parts(value)
-            ]
+            inner = parts(value)
+            if kind in _WITH_CLASS and id(_class_of(value)) not in classes:
+                classes.add(id(_class_of(value)))
+                inner = inner + _class_parts(_class_of(value))
+            todo += [(path + step, item, held + more, depth + 1, in_module) for step, item, more in inner]
     return found
+
+
+def differ(seen: Sequence[Seen], now: Sequence[Seen]) -> bool:
+    """Whether two walks met different objects, or objects that were written to between them."""
+    return len(seen) != len(now) or any(
+        new.value is not old.value or new.mark != old.mark for old, new in zip(seen, now, strict=True)
+    )
+
+
+class State(NamedTuple):
+    """A value and what lies within it, without paths: in a third of the time of `walk`.
+
+    Attributes:
+        values: the values, which are compared by identity.
+        marks: of those that can be written to.
+    """
+
+    values: list[Any]
+    marks: list[object]
+
+    @classmethod
+    def of(cls, value: Any, most: int) -> State:
+        """The state of now.
+
+        Args:
+            value: the value.
+            most: how many values that are no leaves, at most.
+        """
+        if type(value) in _LEAVES or kind_of(value) == "plain":
+            return cls([value], [])
+        values, marks, classes = [value], [], set[int]()
+        todo = deque([(value, False)])
+        for _ in range(most):
+            if not todo:
+                break
+            value, in_module = todo.popleft()
+            kind = kind_of(value)
+            marker = _class if in_module and kind == "module" else _MARKERS.get(kind)
+            if marker is not None:
+                marks.append(marker(value))
+            inner = _held_by(kind, value)
+            if kind in _WITH_CLASS and id(_class_of(value)) not in classes:
+                classes.add(id(_class_of(value)))
+                inner += [item for _, item, _ in _class_parts(_class_of(value))]
+            values += inner
+            in_module = kind == "module"
+            todo += [(item, in_module) for item in inner if type(item) not in _LEAVES]
+        return cls(values, marks)
+
+    def is_same(self, other: State) -> bool:
+        """Whether nothing has come, gone or been written to between two looks."""
+        return (
+            len(self.values) == len(other.values)
+            and all(map(operator.is_, self.values, other.values))
+            and self.marks == other.marks
+        )
+
+
+def _held_by(kind: str, value: Any) -> list[Any]:
+    """The parts of a value."""
+    if kind == "dict":
+        return [] if len(value) > _ELEMENTS else [*dict.values(value)]
+    parts = _PARTS.get(kind)
+    return [item for _, item, _ in parts(value)] if parts is not None else []
+
+
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 # --- marks that a write changes -----------------------------------------------------------------------------
@@ -171,13 +244,17 @@ def _weights(module: nn.Module) -> object:
     todo: list[nn.Module | None] = [module]
     while todo and len(tensors) < _MOST_TENSORS:
         inner = todo.pop()  # the last come first: a model's head is trained most
-        if inner is not None:
+        if isinstance(inner, torch.jit.ScriptModule):
+            inside.append(_weights_of_script(inner))
+        elif inner is not None:
             state = inner.__dict__
             inside += [id(inner), has_mode and state["training"]]
             inside += [id(state.get("forward")), id(type(inner).forward)]
-            for name in ("_parameters", "_buffers"):
-                if state[name]:
-                    tensors += state[name].values()
+            if state["_parameters"]:
+                tensors += state["_parameters"].values()
+            if state["_buffers"]:
+                own = assigned(type(inner))  # a count of calls, say
+                tensors += [item for name, item in state["_buffers"].items() if name not in own]
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 if state[name]:
                     inside += [id(hook) for hook in state[name].values() if not only_observes(hook)]
@@ -221,9 +298,38 @@ def fused_writes(tensors: list[Any]) -> list[int]:
     return [_fused[id(tensor)][1] for tensor in tensors if id(tensor) in _fused] if _fused else []
 
 
+def _rules_of_tokenizer(tokenizer: Any) -> object:
+    """The parts of a tokenizer of `tokenizers` that somebody may set, but for truncation and padding, which
+    calls of transformers set.
+    """
+    names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return tokenizer.get_vocab_size(), [repr(getattr(tokenizer, name)) for name in names]
+
+
 def _weights_of_script(module: Any) -> object:
     tensors = [*module.parameters(), *module.buffers()]
-    return module.training, _versions(tensors), [*map(_element, tensors[:_ELEMENTS])]
+    return _settings_of_script(module), _versions(tensors), [*map(_element, tensors[:_ELEMENTS])]
+
+
+def _settings_of_script(module: Any) -> list[object]:
+    """The attributes of a compiled module and of those inside it. A traced or frozen one has none to set."""
+    found: list[object] = []
+    for inner in module.modules():
+        kind = vars(inner).get("_concrete_type")
+        names = kind.get_attributes() if kind is not None else ()
+        own = [name for name in names if name not in inner._parameters and name not in inner._buffers]
+        found += [_value_of_script(getattr(inner, name), _DEEPEST) for name in own]
+    return found
+
+
+def _value_of_script(value: Any, deepest: int) -> object:
+    """A value that torch converts anew each time somebody reads it."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if type(value) in (list, tuple, dict) and len(value) <= _ELEMENTS and deepest:
+        items = value.items() if type(value) is dict else enumerate(value)
+        return [(name, _value_of_script(item, deepest - 1)) for name, item in items]
+    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)
 
 
 def _versions(tensors: list[Any]) -> list[object]:
@@ -235,8 +341,8 @@ def _versions(tensors: list[Any]) -> list[object]:
 
 
 def _class(value: Any) -> object:
-    """The class of an object, and what stands in the user's classes among its bases."""
-    cls = type(value)
+    """The class of an object, or a class, and what stands in the user's classes among its bases."""
+    cls = _class_of(value)
     own = assigned(cls) | _written_by_methods(cls)
     return id(cls), [
         id(item)
@@ -244,6 +350,10 @@ def _class(value: Any) -> object:
         for name, item in [*vars(base).items()]
         if name not in own and (name in _READING or not name.startswith("__"))
     ]
+
+
+def _class_of(value: Any) -> type:
+    return value if is_class(value) else type(value)
 
 
 @per_class
@@ -265,6 +375,7 @@ _MARKERS: dict[str, Callable[[Any], object]] = {
     "keyed": lambda value: value.__castore_key__(),
     "tensor": _tensor,
     "object": _class,
+    "class": _class,
     "function": _function,
     "array": _some,
     # A map that is only read changes with its file alone, which would have to be read here.
@@ -275,6 +386,7 @@ _MARKERS: dict[str, Callable[[Any], object]] = {
     "dict": _entries,
     "module": lambda module: (_class(module), _weights(module)),
     "script": _weights_of_script,
+    "tokenizer": _rules_of_tokenizer,
 }
 
 
@@ -296,16 +408,6 @@ def _items(values: dict[Any, Any]) -> list[_Part]:
         (f"[{key!r}]" if type(key) in (str, int) else f"[key {place}]", item, ())
         for place, (key, item) in enumerate(items)
     ]
-
-
-def mark_of(value: Any) -> object:
-    """The mark of one value, and the identities of its attributes and of its elements, if these are few."""
-    kind = kind_of(type(value))
-    if kind in ("plain", "method"):
-        return None
-    marker = _MARKERS.get(kind)
-    items = _elements(value) if kind == "list" else _items(value) if kind == "dict" else ()
-    return marker(value) if marker else None, ids_of_attributes(value), [id(item) for _, item, _ in items]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -370,7 +472,8 @@ def _is_layer(cls: type) -> bool:
     return cls is type(None) or (module.startswith("torch.nn.modules.") and not module.endswith(".container"))
 
 
-def _function_parts(function: types.FunctionType) -> list[_Part]:
+def function_parts(function: types.FunctionType) -> list[_Part]:
+    """The defaults and the closure of a user's function, without what it writes to."""
     if library_of(function.__globals__.get("__name__")):
         wrapped = getattr(function, "__wrapped__", None)
         return [(".__wrapped__", wrapped, ())] if wrapped is not None else []
@@ -392,13 +495,44 @@ def _partial_parts(partial: functools.partial[Any]) -> list[_Part]:
     return [(f".{name}", getattr(partial, name), ()) for name in ("func", "args", "keywords")]
 
 
+def _class_parts(cls: type) -> list[_Part]:
+    """The values in the user's classes that can be written to: a registry, a table of weights, a config, also
+    those in the closures of methods.
+    """
+    found: list[_Part] = [
+        (f".{name}", item, ()) for name, item in class_values(cls) if kind_of(item) != "plain"
+    ]
+    for base in _users_bases(cls):
+        for name, item in [*vars(base).items()]:
+            method = getattr(item, "__func__", item)
+            if isinstance(method, types.FunctionType):
+                found += [(f".{name}{step}", value, ()) for step, value, _ in function_parts(method)]
+    return found
+
+
+def class_values(cls: type) -> list[tuple[str, Any]]:
+    """Names and values in the bodies of a class and of its bases, if these are the user's and none of their
+    methods writes to them. Without functions and other descriptors.
+    """
+    own = assigned(cls) | _written_by_methods(cls)
+    return [
+        (name, item)
+        for base in _users_bases(cls)
+        for name, item in [*vars(base).items()]
+        if name not in own and not name.startswith("__") and not has_member(type(item), "__get__")
+    ]
+
+
+#: The kinds of values that have the values in their class's body as parts.
+_WITH_CLASS = frozenset({"object", "module", "class"})
 #: The function that lists a value's parts, by the kind of the value.
 _PARTS: dict[str, Callable[[Any], list[_Part]]] = {
     "object": _attributes,
+    "class": lambda cls: [],
     "list": lambda values: _elements(values) + _attributes(values),
     "dict": _items,
     "module": _module_parts,
-    "function": _function_parts,
+    "function": function_parts,
     "method": lambda method: [(".__self__", method.__self__, ())],
     "partial": _partial_parts,
     "compiled": lambda module: [("", module._modules["_orig_mod"], ())],
@@ -408,9 +542,20 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_output_capturing_hooks_installed"}
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), type, types.ModuleType, np.ndarray)
 
 
+def kind_of(value: Any) -> str:
+    """The kind of a value, which decides how it is scanned."""
+    if is_class(value):
+        return "plain" if library_of_class(value) else "class"
+    return _kind_of_values(type(value))
+
+
+def is_class(value: Any) -> bool:
+    """Whether a value is a class. `isinstance` would read the value's ``__class__``."""
+    return issubclass(type(value), type)
+
+
 @per_class
-def kind_of(cls: type) -> str:
-    """The kind of a class's values, which decides how they are scanned."""
+def _kind_of_values(cls: type) -> str:
     if has_member(cls, "__castore_key__"):
         return "keyed"
     for kind, base in (
@@ -422,6 +567,8 @@ def kind_of(cls: type) -> str:
             return kind
     if issubclass(cls, nn.Module):
         return "compiled" if cls.__name__ == "OptimizedModule" else "module"
+    if (cls.__module__, cls.__name__) == ("tokenizers", "Tokenizer"):
+        return "tokenizer"
     if cls is np.ndarray:
         return "array"
     if cls is np.memmap:

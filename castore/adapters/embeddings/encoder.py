@@ -46,6 +46,8 @@ from castore.keys.libraries import library_of_class
 _CPU = torch.device("cpu")
 # Values of arguments that are settings of a call, and no features.
 _PLAIN = (bool, int, float, complex, str, bytes)
+# Changes of globals after which a warning comes.
+_OFTEN = 3
 
 
 class CachedEncoder(nn.Module):
@@ -99,6 +101,7 @@ class CachedEncoder(nn.Module):
         self.digest = encoder_digest(encoder, name, self._config.fingerprints.get(name), self._store)
         self._memo: EmbeddingCache | None = None
         self._detector = ChangeDetector(encoder)
+        self._changes_of_globals = 0
         if not isinstance(encoder, nn.Module) and not callable(encoder):
             raise InvalidValueError(
                 f"the encoder {name!r} is a {type(encoder).__name__}; give a module or a function"
@@ -148,9 +151,23 @@ class CachedEncoder(nn.Module):
     def _hash_again(self) -> None:
         check_frozen(self.encoder, self.name)
         digest = encoder_digest(self.encoder, self.name, self._config.fingerprints.get(self.name))
+        changed = self._detector.changed_globals()
         self._detector.note()
         if digest != self.digest:
             self.digest, self._memo = digest, None
+            self._warn_of_globals(changed)
+
+    def _warn_of_globals(self, changed: list[str]) -> None:
+        """Warn once of a global that changes again and again, such as a config with the training step."""
+        if changed:
+            self._changes_of_globals += 1
+            if self._changes_of_globals == _OFTEN:
+                warn(
+                    f"the encoder {self.name!r} has another key for the {_OFTEN}rd time, and encodes all anew"
+                    f" each time, since what its code reads has changed: {', '.join(changed)}; hold in the"
+                    " encoder itself what it needs of them",
+                    CacheWarning,
+                )
 
     def _add_table(self, table: Lookup) -> int:
         """Make Keys refer to rows of this table; returns the key of row 0.

@@ -14,7 +14,7 @@ import operator
 import random
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from castore.adapters.noted_globals import functions_in, reached_bindings
-from castore.adapters.noted_values import assigned, fused_writes, kind_of, only_observes, walk
+from castore.adapters.noted_values import assigned, differ, fused_writes, kind_of, only_observes, walk
 from castore.errors import InvalidValueError
 from castore.keys.bytecode import attributes_read, codes, steps
 
@@ -35,10 +35,13 @@ RANDOM_ADVICE = (
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 # Values of an encoder that are noted, at most.
 _MOST = 20_000
-_WITH_CODE = frozenset({"function", "method", "object", "module"})
-# Looks at all values, and walks over all modules, take a fiftieth of the time each.
-_PAUSE = 50
+# Of these it is asked before each look-up of items whether other objects are in their place: the nearest.
+_NEAREST = 64
+_WITH_CODE = frozenset({"function", "method", "object", "module", "class"})
+# Up to so many values all are compared before each look-up of items.
 _FEW = 100
+# Looks at all values, and walks over all modules, take a twentieth of the time each.
+_PAUSE = 20
 
 
 def why_not_frozen(encoder: Any) -> str | None:
@@ -60,7 +63,9 @@ def why_not_frozen(encoder: Any) -> str | None:
                 return f"its parameter {name!r} requires grad; freeze it with requires_grad_(False)"
     for prefix, held in modules:
         for name, module in held.named_modules(prefix=prefix):
-            if module.training and _differs_in_training(module):
+            if getattr(module, "training", False) and _differs_in_training(
+                module
+            ):  # a frozen script has none
                 return (
                     f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
                     "another result every time; call eval() on the encoder"
@@ -142,6 +147,22 @@ def _has_code_for_train_mode(kind: Any) -> bool:
     return any("training" in attributes_read(function.__code__) for function in functions)
 
 
+class _NowAndThen:
+    """Looks that take a twentieth of a thread's time, at most."""
+
+    def __init__(self) -> None:
+        self._next = 0.0  # by time.perf_counter()
+
+    def __call__(self, look: Callable[[], bool]) -> bool:
+        """The answer of a look; False if it is too early for another."""
+        if time.perf_counter() < self._next:
+            return False
+        began = time.thread_time()  # waiting for a processor is no cost
+        found = look()
+        self._next = time.perf_counter() + _PAUSE * (time.thread_time() - began)
+        return found
+
+
 class ChangeDetector:
     """Signs of a changed encoder. A sign is no proof: an equal value in the place of another is one too.
 
@@ -156,8 +177,7 @@ class ChangeDetector:
 
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder
-        # By time.perf_counter(): of a look at all values, and of a walk over all modules.
-        self._next_look = self._next_walk = 0.0
+        self._look, self._walk = _NowAndThen(), _NowAndThen()
         self.note()
 
     def note(self) -> None:
@@ -166,7 +186,7 @@ class ChangeDetector:
         self._globals = reached_bindings(
             function
             for seen in walk(self._encoder, _MOST)
-            if kind_of(type(seen.value)) in _WITH_CODE
+            if kind_of(seen.value) in _WITH_CODE
             for function in functions_in(seen.value)
         )
         self.settle()
@@ -200,13 +220,7 @@ class ChangeDetector:
             return True
         if _write_states(self._weights) != self._write_states:
             return True
-        began = time.perf_counter()
-        if began < self._next_walk:
-            return False
-        replaced = self.weights_replaced()
-        now = time.perf_counter()
-        self._next_walk = now + _PAUSE * (now - began)
-        return replaced
+        return self._walk(self.weights_replaced)
 
     def weights_replaced(self) -> bool:
         """Whether other weights are in the place of the noted ones. Walks over all modules."""
@@ -225,24 +239,20 @@ class ChangeDetector:
             return True
         if encodes:
             return not self._weights or self._differs()
-        if len(self._seen) + len(self._globals) <= _FEW:
+        if len(self._seen) + sum(len(one.state.values) for one in self._globals) <= _FEW:
             return self._differs()
-        began = time.perf_counter()
-        if began < self._next_look:
-            return False
-        changed = self._differs()
-        now = time.perf_counter()
-        self._next_look = now + _PAUSE * (now - began)
-        return changed
+        nearest = [seen.value for seen in walk(self._encoder, _NEAREST, marked=False)]
+        if not _are_same(nearest, [seen.value for seen in self._seen[:_NEAREST]]):
+            return True
+        return self._look(self._differs)
+
+    def changed_globals(self) -> list[str]:
+        """The globals that have changed since they were noted, in words."""
+        return [one.label for one in self._globals if one.is_old()]
 
     def _differs(self) -> bool:
-        now = walk(self._encoder, _MOST)
         return (
-            len(now) != len(self._seen)
-            or any(
-                new.value is not old.value or new.mark != old.mark
-                for new, old in zip(now, self._seen, strict=True)
-            )
+            differ(self._seen, walk(self._encoder, _MOST))
             or any(one.is_old() for one in self._globals)
             or _write_states(_weights(self._encoder)) != self._write_states
         )
@@ -254,8 +264,8 @@ class ChangeDetector:
             "_encoder": self._encoder,
             "_is_copy": self.weights_changed(),
             "_was_changed": was_changed,
-            "_next_look": 0.0,
-            "_next_walk": 0.0,
+            "_look": _NowAndThen(),
+            "_walk": _NowAndThen(),
         }
 
 

@@ -88,7 +88,7 @@ class CachedDataset(DatasetWrapper):
         missing = [index for index, sample in zip(indices, found, strict=True) if sample is MISSING]
         self._counts.hit(len(indices) - len(missing))
         self._counts.miss(len(missing))
-        read = self._read(missing)
+        read = self._read(missing) if missing else {}
         return [
             unpack(read[index]) if sample is MISSING else sample
             for index, sample in zip(indices, found, strict=True)

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from castore.adapters.noted_globals import Binding
-from castore.adapters.noted_values import Seen, ids_of_attributes, kind_of, walk
+from castore.adapters.noted_values import Seen, differ, ids_of_attributes, kind_of, walk
 from castore.adapters.torch.dataset_identity import DATASETS
 from castore.adapters.torch.named_files import NamedFiles
 from castore.adapters.torch.outside import Outside, outside_of
@@ -36,6 +37,8 @@ from castore.keys.pickled import pickled_attributes
 from castore.keys.tracing import encode
 
 _MOST = 64  # values
+# Seconds of a thread from which digests of what lies outside are made anew only where globals look changed.
+_SLOW = 0.05
 
 
 class Changes:
@@ -57,11 +60,17 @@ class Changes:
         self._process = os.getpid()
         self._digests: dict[str, set[bytes]] = {}  # of what lies outside
         self._bindings: list[Binding] = []
+        self._is_slow = False  # to digest what lies outside
         self._has_read = False  # since the values outside were noted
         self.note()
+        near = []
         if self._watched:
+            began = time.thread_time()
             self._digests, self._bindings = _outside(data)
-        self._files = NamedFiles(seen.value for seen in walk(data, _MOST) if watched)
+            self._is_slow = time.thread_time() - began > _SLOW
+            near = [seen.value for seen in walk(data, _MOST)]
+            near += [value for binding in self._bindings for value in binding.state.values]
+        self._files = NamedFiles(near)
 
     @property
     def keeps(self) -> bool:
@@ -98,7 +107,9 @@ class Changes:
             return
         self._process = os.getpid()
         self._check(0)
-        self._check_outside()
+        # A forked worker has the bindings of its parent.
+        if not (self._is_slow and self._bindings) or any(binding.is_old() for binding in self._bindings):
+            self._check_outside()
 
     def _check_outside(self) -> None:
         outside = _outside(self._data)
@@ -147,9 +158,12 @@ class Changes:
             try:
                 yield
             finally:
-                self._has_read = True
                 self.note()
-                self._bindings = [binding.now() for binding in self._bindings]
+                before_read, self._bindings = self._bindings, [binding.now() for binding in self._bindings]
+                self._has_read |= not self._is_slow or any(
+                    new.value is not old.value or not new.state.is_same(old.state)
+                    for old, new in zip(before_read, self._bindings, strict=True)
+                )
                 self._files.compare(before)
         finally:
             self._reads.remove(process)
@@ -164,9 +178,7 @@ class Changes:
             return
         ids, now = ids_of_attributes(self._data), walk(self._data, _MOST)
         path = None
-        if len(now) != len(seen) or any(
-            new.value is not old.value or new.mark != old.mark for new, old in zip(now, seen, strict=True)
-        ):
+        if differ(seen, now):
             path = _changed(seen, now)
         # Another thread's read may have begun meanwhile, or even ended: that read has noted everything.
         if self._reads.count(os.getpid()) > own or self._seen is not seen:
@@ -185,7 +197,7 @@ def _outside(data: Any) -> Outside:
     """The values that the code of a dataset and of its parts refers to outside of them."""
     code: dict[int, Any] = {}
     for seen in walk(data, _MOST):
-        kind = kind_of(type(seen.value))
+        kind = kind_of(seen.value)
         held = type(seen.value) if kind in ("object", "module") else seen.value
         if isinstance(held, types.FunctionType | type) and library_of(held.__module__) is None:
             code[id(held)] = held

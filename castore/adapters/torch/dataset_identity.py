@@ -369,3 +369,5 @@ DATASETS = Rules(
     orders=orders,
     memory=_Memory,
 )
+#: The same for what lies outside of a dataset, with files by their paths alone.
+BY_PATH = Rules(_HELD, OBJECTS, orders=orders)

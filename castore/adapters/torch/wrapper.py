@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
@@ -48,7 +49,7 @@ def check_index(index: Any, length: int) -> int:
 
 def _whole(index: Any) -> int:
     # Python accepts tensors of one element and booleans as whole numbers.
-    odd = isinstance(index, bool) or (
+    odd = isinstance(index, bool | np.bool_) or (
         isinstance(index, torch.Tensor) and (index.ndim > 0 or index.dtype is torch.bool)
     )
     try:

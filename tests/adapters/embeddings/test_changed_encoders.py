@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -69,6 +73,21 @@ class Gain(nn.Module):
         return x[:, :4] * self.factor
 
 
+class Compiled(nn.Module):
+    """For `torch.jit.script`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.table = linear(), 2.0, {"a": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(self.layer(x), self.scale * self.table["a"])
+
+
+def compiled() -> Any:
+    return torch.jit.script(Compiled().eval())
+
+
 class Holder(nn.Module):
     def __init__(self, get: Any) -> None:
         super().__init__()
@@ -109,6 +128,12 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the code of a function that it holds": (
         lambda: Holder(lambda: 1.0),
         lambda encoder: setattr(encoder.get, "__code__", (lambda: 9.0).__code__),
+    ),
+    "a setting of a compiled module": (compiled, lambda encoder: setattr(encoder, "scale", 9.0)),
+    "a dict of a compiled module": (compiled, lambda encoder: setattr(encoder, "table", {"a": 9.0})),
+    "a setting of a compiled module inside": (
+        lambda: nn.Sequential(compiled()).eval(),
+        lambda encoder: setattr(encoder[0], "scale", 9.0),
     ),
     "the closure of a hook": (hooked, lambda encoder: FACTOR.append(9.0)),
 }
@@ -220,6 +245,39 @@ def test_an_element_of_a_global_list_is_noticed(store: Store, encode: Any) -> No
         assert torch.equal(cached(inputs), encode(inputs))
     finally:
         FACTORS[0] = 2.0
+
+
+class Settings:
+    """Beside a model of many values, which are looked at now and then only."""
+
+    def __init__(self) -> None:
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(60)])
+        self.layers.eval().requires_grad_(False)
+        self.factor = 2.0
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.layers(x) * self.factor
+
+
+def test_a_setting_of_a_large_encoder_is_noticed_by_the_next_look_up(store: Store) -> None:
+    encoder = Settings()
+    cached = CachedEncoder(encoder, store=store)
+    for factor in (2.0, 3.0, 5.0):
+        encoder.factor = factor
+        assert torch.allclose(cached(features(4)), encoder(features(4)), atol=1e-6)
+
+
+def test_the_rules_of_a_tokenizer_are_compared(store: Store) -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "A": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+
+    def encode(texts: list[str]) -> torch.Tensor:
+        return torch.tensor([words.encode(text).ids for text in texts])
+
+    cached = CachedEncoder(encode, store=store)
+    assert cached(["a A"]).tolist() == [[1, 2]]
+    words.normalizer = Lowercase()
+    assert cached(["a A"]).tolist() == [[1, 1]]
 
 
 def test_a_change_for_a_while_is_over_when_it_is_over(store: Store) -> None:
@@ -372,8 +430,16 @@ def test_hidden_states_that_somebody_asked_a_transformer_for_change_no_key(store
     assert (cached.digest, len(cached.memo)) == (digest, 2)
 
 
-def test_a_traced_module_is_an_encoder(store: Store) -> None:
-    encoder: Any = torch.jit.trace(linear(), features(2))  # type: ignore[no-untyped-call]
+def _traced() -> Any:
+    return torch.jit.trace(linear(), features(2))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("make", [_traced, compiled, lambda: torch.jit.freeze(compiled())])
+def test_a_module_that_torch_has_compiled_is_an_encoder(store: Store, make: Any, is_inside: bool) -> None:
+    encoder: Any = make()
+    if is_inside:
+        encoder = nn.Sequential(encoder).eval()
     for _ in range(2):
         assert torch.allclose(
             CachedEncoder(encoder, store=store)(features(4)), encoder(features(4)), atol=1e-6

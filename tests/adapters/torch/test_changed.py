@@ -4,6 +4,7 @@ is not theirs.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from castore import InvalidValueError
 from castore.adapters.embeddings import CachedEncoder
-from castore.adapters.torch import BiLevelCachedDataset, CachedDataset
+from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, changes
 from castore.errors import OutOfRangeError
 
 
@@ -498,6 +499,260 @@ def test_a_read_sees_a_global_that_was_bound_anew(
         ):
             cached[4]
         monkeypatch.undo()
+        assert cached[4] == 4
+
+
+class Table:
+    factor = 1
+    factors: dict[str, int]
+    reads = 0
+
+
+SETTINGS: Any = {}
+
+
+def _by_settings(x: Any) -> Any:
+    Table.reads += 1
+    tensor, inner = SETTINGS["tensor"], SETTINGS["inner"]
+    return x * tensor[0].item() * inner["list"][0].factor * Table.factor * Table.factors["a"]
+
+
+class ReadsSettings(Dataset[Any]):
+    def __init__(self) -> None:
+        self.factor, self.factors = Table.factor, dict(Table.factors)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return float(_by_settings(index))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda: SETTINGS["tensor"].fill_(3), "global 'SETTINGS'"),
+        (lambda: setattr(SETTINGS["inner"]["list"][0], "factor", 3), "global 'SETTINGS'"),
+        (lambda: setattr(Table, "factor", 3), "attribute 'factor' of global 'Table'"),
+        (lambda: Table.factors.update(a=3), "attribute 'factors' of global 'Table'"),
+    ],
+)
+def test_a_read_sees_a_change_inside_of_a_global(
+    wrap: Callable[..., Any], change: Callable[[], object], what: str, tmp_path: Path
+) -> None:
+    SETTINGS.update(tensor=torch.ones(2), inner={"list": [types.SimpleNamespace(factor=1)]})
+    Table.factor, Table.factors = 1, {"a": 1}
+    with wrap(ReadsSettings(), tmp_path / "cache") as cached:
+        assert [cached[index] for index in range(3)] == [0, 1, 2]
+        change()
+        with pytest.raises(InvalidValueError, match=rf"the {what} of tests\..* has been changed since"):
+            cached[4]
+
+
+@dataclasses.dataclass
+class Options:
+    size: int = 2
+    step: int = 0
+    losses: list[float] = dataclasses.field(default_factory=list)
+    inner: Any = None
+
+
+OPTIONS: Any = Options()
+
+
+def _show(options: Any) -> None:
+    del options
+
+
+class ByOptions(Dataset[Any]):
+    """Reads settings of a global that a training loop writes to."""
+
+    def __init__(self) -> None:
+        self.step, self.size, self.scale = OPTIONS.step, OPTIONS.size, OPTIONS.inner.scale
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> float:
+        return float(index * OPTIONS.size * OPTIONS.inner.scale)
+
+
+class HandsOptionsOn(ByOptions):
+    def __getitem__(self, index: int) -> float:
+        _show(OPTIONS)
+        return super().__getitem__(index)
+
+
+@pytest.fixture(params=[Options, lambda **given: argparse.Namespace(step=0, losses=[], **given)])
+def options(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = request.param(size=1, inner=types.SimpleNamespace(scale=1, seen=0))
+    monkeypatch.setattr(f"{__name__}.OPTIONS", made)
+    return made
+
+
+def test_a_setting_that_reading_does_not_name_may_change(
+    wrap: Callable[..., Any], options: Any, tmp_path: Path
+) -> None:
+    with wrap(ByOptions(), tmp_path / "cache") as cached:
+        for index in range(10):
+            assert cached[index] == index
+            options.losses.append(0.5)
+            options.inner.seen += 1
+        assert list(cached) == [*range(10)]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda options: setattr(options, "size", 3), "attribute 'size' of global 'OPTIONS'"),
+        (
+            lambda options: setattr(options.inner, "scale", 3),
+            "attribute 'scale' of attribute 'inner' of global 'OPTIONS'",
+        ),
+    ],
+)
+def test_a_setting_that_reading_names_may_not(
+    wrap: Callable[..., Any], options: Any, change: Callable[[Any], object], what: str, tmp_path: Path
+) -> None:
+    with wrap(ByOptions(), tmp_path / "cache") as cached:
+        assert cached[3] == 3
+        change(options)
+        with pytest.raises(InvalidValueError, match=rf"the {what} of tests\..* has been changed since"):
+            cached[4]
+
+
+def test_each_setting_counts_of_an_object_that_others_are_handed(
+    wrap: Callable[..., Any], options: Any, tmp_path: Path
+) -> None:
+    with wrap(HandsOptionsOn(), tmp_path / "cache") as cached:
+        assert cached[3] == 3
+        options.losses.append(0.5)
+        with pytest.raises(InvalidValueError, match="the attribute 'losses' of global 'OPTIONS'"):
+            cached[4]
+
+
+def test_hits_alone_ask_for_no_globals(options: Any, tmp_path: Path) -> None:
+    with CachedDataset(ByOptions(), tmp_path / "cache") as cached:
+        before = cached.__getitems__([*range(10)])
+        options.size = 3
+        assert cached.__getitems__([*range(10)]) == before
+
+
+def test_large_globals_are_digested_once_where_workers_are_forked(
+    wrap: Callable[..., Any], options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "_SLOW", -1.0)
+    with wrap(ByOptions(), tmp_path / "cache") as cached:
+        monkeypatch.setattr(changes, "outside_of", lambda code: pytest.fail("digested anew"))
+        loader: Any = DataLoader(cached, batch_size=5, num_workers=1, multiprocessing_context="fork")
+        for _ in range(2):
+            assert [number for batch in loader for number in batch.tolist()] == [*range(10)]
+        monkeypatch.undo()
+        monkeypatch.setattr(f"{__name__}.OPTIONS", Options(size=3, inner=options.inner))
+        with pytest.raises(InvalidValueError, match="global 'OPTIONS'"):
+            list(loader)
+
+
+class Meter:
+    """Counts what it is asked, and has a setting that a method changes."""
+
+    def __init__(self) -> None:
+        self.seen, self.scale = [0], 1
+
+    def scaled(self, index: int) -> int:
+        self.seen.append(index)
+        return index * self.scale
+
+    def grow(self) -> None:
+        self.scale += 1
+
+
+METER: Any = None
+
+
+class ByMeter(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return int(METER.scaled(index))
+
+
+def test_an_object_may_change_by_the_methods_that_reading_calls_and_by_no_others(
+    wrap: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.METER", Meter())
+    with wrap(ByMeter(), tmp_path / "cache") as cached:
+        assert cached[3] == 3
+        METER.scaled(5)
+        assert cached[4] == 4
+        METER.grow()
+        with pytest.raises(InvalidValueError, match="the attribute 'scale' of global 'METER'"):
+            cached[5]
+
+
+class Log:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, index: int) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{index}\n")
+
+
+LOG: Any = None
+
+
+class WithLog(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        LOG.write(index)
+        return index
+
+
+def test_a_log_that_workers_append_to_is_no_change(
+    wrap: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_text("begins\n")
+    monkeypatch.setattr(f"{__name__}.LOG", Log(tmp_path / "log"))
+    with wrap(WithLog(), tmp_path / "cache") as cached:
+        loader: Any = DataLoader(cached, batch_size=1, num_workers=2, multiprocessing_context="fork")
+        for _ in range(3):
+            assert [number for batch in loader for number in batch.tolist()] == [*range(10)]
+
+
+class CountsCalls(torch.nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+class CountsInBuffer(Dataset[Any]):
+    def __init__(self) -> None:
+        self.module = CountsCalls()
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return self.module(torch.tensor(index))
+
+
+def test_a_buffer_that_counts_calls_is_the_datasets_own_business(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    dataset = CountsInBuffer()
+    with wrap(dataset, tmp_path / "cache") as cached:
+        assert cached[3] == 3
+        dataset.module.calls += 1  # as another worker does, with which torch shares the memory
         assert cached[4] == 4
 
 
