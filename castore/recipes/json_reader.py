@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -59,6 +60,10 @@ class _ArrowJson:
     read_json = staticmethod(read_json)
 
 
+# Lines of white space in bytes that begin with a line, and in others.
+_BLANK_LINES = re.compile(rb"(?:\A|(?<=\n))[ \t\r]*(?:\n|\Z)")
+_BLANK_LINES_BEHIND = re.compile(rb"(?<=\n)[ \t\r]*(?:\n|\Z)")
+
 _dump: Callable[[Any], str] = partial(json.dumps, ensure_ascii=False)
 
 
@@ -97,6 +102,55 @@ def _encode_lines(lines: bytes, paths: list[list[str | int]]) -> bytes:
     for path in paths:
         rows = [encode_field(row, path) for row in rows]
     return "\n".join(map(_dump, rows)).encode()
+
+
+class LinesFile:
+    """A binary file without its blank lines, which Arrow passes over, and `json` takes for errors.
+
+    >>> file = LinesFile(io.BytesIO(b'\\n{"a": 1}\\n \\n{"a": 2}\\n'))
+    >>> file.read(4), file.readline(), file.read()
+    (b'{"a', b'": 1}\\n', b'{"a": 2}\\n')
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._is_at_start = True  # of a line
+
+    def __enter__(self) -> LinesFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+    def read(self, size: int = -1) -> bytes:
+        """Some bytes; none only at the end of the file."""
+        data = self._file.read(size)
+        kept = self._without_blank_lines(data)
+        while data and not kept:
+            data = self._file.read(size)
+            kept = self._without_blank_lines(data)
+        return kept
+
+    def readline(self) -> bytes:
+        """The rest of a line."""
+        line: bytes = self._file.readline()
+        while line and self._is_at_start and not line.strip():
+            line = self._file.readline()
+        self._is_at_start = True
+        return line
+
+    def _without_blank_lines(self, data: bytes) -> bytes:
+        pattern = _BLANK_LINES if self._is_at_start else _BLANK_LINES_BEHIND
+        kept = pattern.sub(b"", data)
+        self._is_at_start = kept.endswith(b"\n") if kept else self._is_at_start
+        return kept
+
+
+def _open(opener: Callable[..., Any], file: Any, mode: str = "r", **options: Any) -> Any:
+    """Open a file as `datasets` does, binary ones without blank lines."""
+    opened = opener(file, mode, **options)
+    return LinesFile(opened) if mode == "rb" else opened
 
 
 # The function of `datasets` finds these values under its module's names. Other readers keep the module
@@ -169,7 +223,12 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
         # Only now: `datasets` replaces `open` in its module when a builder is made.
         ours = FunctionType(
             theirs.__code__,
-            {**vars(upstream), **_REPLACED_NAMES, **(_REFUSING if self.refuses_mixed else {})},
+            {
+                **vars(upstream),
+                **_REPLACED_NAMES,
+                **(_REFUSING if self.refuses_mixed else {}),
+                "open": partial(_open, vars(upstream).get("open", open)),
+            },
             argdefs=theirs.__defaults__,
         )
         tables: Iterator[tuple[Any, pa.Table]] = ours(self, *args, **keywords)

@@ -6,6 +6,8 @@ import ast
 import csv
 import dataclasses
 import gzip
+import io
+import itertools
 import json
 import os
 import signal
@@ -27,6 +29,7 @@ from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.source_units import UNITS_FOLDER
 from castore.errors import InvalidValueError
 from castore.recipes import Recipe, by_file, file_reader, mixture, runner, sources
+from castore.recipes.json_reader import LinesFile
 from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import LONG, flip, payload
 from tests.warm import Started, WarmPython
@@ -221,6 +224,48 @@ def test_an_error_names_the_file_that_has_it_and_no_empty_one(reading: Reading, 
         with pytest.raises(InvalidValueError) as raised:
             read()
         assert f": in {str(reading.folder / '3.jsonl')!r}: " in str(raised.value)
+
+
+@pytest.mark.parametrize("blank", ["\n", " \n\t\r\n"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("place", ["a first line", "a middle line", "a last line", "a file"])
+def test_blank_lines_are_no_rows_also_where_a_column_has_several_types(
+    reading: Reading, place: str, is_mixed: bool, blank: str
+) -> None:
+    first, second = '{"a": "x", "n": 1}\n', '{"a": "y", "n": 2}\n'
+    if is_mixed:
+        (reading.folder / "0.jsonl").write_text('{"a": "z", "n": 0}\n{"a": {"p": 1}, "n": 0}\n')
+    (reading.folder / "1.jsonl").write_text(first + second)
+    expected = reading.read_whole()
+    (reading.folder / ("2.jsonl" if place == "a file" else "1.jsonl")).write_text(
+        {
+            "a first line": blank + first + second,
+            "a middle line": first + blank + second,
+            "a last line": first + second + blank,
+            "a file": blank,
+        }[place]
+    )
+    assert reading.read() == reading.read_whole() == expected
+
+
+@given(
+    lines=st.lists(st.sampled_from(['{"a": 1}', '"\\n"', "", " ", "\t\r", "2"])),
+    ends=st.sampled_from(["\n", "\r\n"]),
+    last=st.booleans(),
+    sizes=st.lists(st.integers(1, 12), min_size=1),
+)
+def test_blank_lines_are_left_out_however_a_file_is_read(
+    lines: list[str], ends: str, last: bool, sizes: list[int]
+) -> None:
+    data = (ends.join(lines) + ends * last).encode()
+    file, found = LinesFile(io.BytesIO(data)), []
+    for size in itertools.cycle(sizes):
+        batch = file.read(size)
+        if not batch:
+            break
+        batch += file.readline()
+        found += batch.splitlines()
+    assert [line.strip() for line in found] == [line.strip() for line in data.splitlines() if line.strip()]
 
 
 def test_a_type_in_one_csv_file_that_changes_those_of_all_reads_all(reading: Reading) -> None:
@@ -521,6 +566,21 @@ def test_a_new_file_in_front_costs_itself_and_not_the_one_that_was_first(reading
     assert len(files & {entry.digest for entry in reading.store.entries(BLOCKS_FOLDER)}) == 5
     pipeline.drop_intermediate()
     assert not files & {entry.digest for entry in reading.store.entries(BLOCKS_FOLDER)}
+
+
+@pytest.mark.usefixtures("a_block_for_each_file")
+@pytest.mark.parametrize("name", ["0.jsonl", "2.jsonl"])
+def test_a_second_file_costs_itself(reading: Reading, name: str) -> None:
+    pipeline = Pipeline([lower, shorter], store=reading.store)
+    costs = []
+    for number, file in enumerate(("1.jsonl", name)):
+        write_lines(reading.folder / file, rows_of(number, 2600))
+        source = sources.find(reading.folder)
+        dataset = runner.open_source(source, reading.store, cached=True, codec="zstd")
+        result = pipeline.run(dataset)
+        assert told(result.dataset) == told(dataset.map(both_of_batch, batched=True))
+        costs.append([step.rows_run for step in result.steps])
+    assert costs == [[2600, 2600]] * 2
 
 
 @pytest.mark.usefixtures("a_block_for_each_file")

@@ -97,6 +97,7 @@ def forecast(
     elif (
         step.rule.multiple
         or step.is_numbered
+        or len(pieces) == 1  # which may be cut
         or not are_blocks([piece.size for piece in pieces])
         or any(piece.names_files for piece in pieces)
     ):

@@ -53,13 +53,16 @@ class SourceBlock(NamedTuple):
 def source_blocks(dataset: datasets.Dataset, rule: Cut) -> Iterator[SourceBlock]:
     """The rows of a dataset as blocks, in order; read once, from the first to the last."""
     files = [] if rule.multiple else _files_that_are_blocks(dataset)
-    if files:
+    if len(files) > 1:
         yield from _put_together(files, rule.first_rows)
         return
     features = dataset.features
     batch = min(batch_rows(dataset), _ROWS_WITH_FILES) if may_name_files(features) else batch_rows(dataset)
     for rows in cut_rows(dataset.with_format("arrow").iter(batch), features, rule):
-        yield block_of_rows(rows, features)
+        if files and len(rows) == len(dataset):  # the block of which it will be one, once there are others
+            yield _block_of(files)._replace(read=partial(_given, rows))
+        else:
+            yield block_of_rows(rows, features)
 
 
 def cut_rows(
@@ -133,8 +136,8 @@ def _files_that_are_blocks(dataset: datasets.Dataset) -> list[_File]:
 
 
 def are_blocks(sizes: Sequence[int]) -> bool:
-    """Whether files of those sizes can be blocks as they are."""
-    return len(sizes) > 1 and all(size <= _LARGEST_FILE for size in sizes)
+    """Whether files of those sizes can be blocks as they are. A single one is cut, and may have several."""
+    return all(size <= _LARGEST_FILE for size in sizes)
 
 
 def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
