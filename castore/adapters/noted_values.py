@@ -113,19 +113,22 @@ class State(NamedTuple):
         """
         if type(value) in _LEAVES or kind_of(value) == "plain":
             return cls([value], [])
-        values, marks, classes = [value], [], set[int]()
+        values, marks, met = [value], [], set[int]()  # by identity, as `values` keeps them
         todo = deque([(value, False)])
         for _ in range(most):
             if not todo:
                 break
             value, in_module = todo.popleft()
+            if id(value) in met:  # a child may know its parent
+                continue
+            met.add(id(value))
             kind = kind_of(value)
             marker = _class if in_module and kind == "module" else _MARKERS.get(kind)
             if marker is not None:
                 marks.append(marker(value))
             inner = _held_by(kind, value)
-            if kind in _WITH_CLASS and id(_class_of(value)) not in classes:
-                classes.add(id(_class_of(value)))
+            if kind in _WITH_CLASS and (kind == "class" or id(_class_of(value)) not in met):
+                met.add(id(_class_of(value)))
                 inner += [item for _, item, _ in _class_parts(_class_of(value))]
             values += inner
             in_module = kind == "module"
@@ -397,7 +400,8 @@ def _elements(values: Any) -> list[_Part]:
     base = _sequence(values)
     if base.__len__(values) > _ELEMENTS:
         return []
-    return [(f"[{place}]", item, ()) for place, item in enumerate(base.__iter__(values))]
+    # A copy first: another thread may append to a deque, which ends its iteration with an error.
+    return [(f"[{place}]", item, ()) for place, item in enumerate([*base.__iter__(values)])]
 
 
 def _items(values: dict[Any, Any]) -> list[_Part]:
