@@ -353,7 +353,7 @@ def _has_init_of_protocol(cls: type) -> bool:
     if method is None or not has_member(cls, "_is_protocol"):
         return False
     is_inherited = any(vars(base).get("__init__") is method for base in cls.__mro__[1:])
-    return is_inherited or method.__name__ == "_no_init_or_replace_init"
+    return is_inherited or getattr(method, "__name__", "") == "_no_init_or_replace_init"
 
 
 def _is_of_enum(name: str, value: object) -> bool:
