@@ -63,9 +63,8 @@ def why_not_frozen(encoder: Any) -> str | None:
                 return f"its parameter {name!r} requires grad; freeze it with requires_grad_(False)"
     for prefix, held in modules:
         for name, module in held.named_modules(prefix=prefix):
-            if getattr(module, "training", False) and _differs_in_training(
-                module
-            ):  # a frozen script has none
+            is_training = getattr(module, "training", False)  # a frozen script has no mode
+            if is_training and _differs_in_training(module):
                 return (
                     f"its module {name or 'itself'!r} ({type(module).__name__}) is in train mode, and gives "
                     "another result every time; call eval() on the encoder"
