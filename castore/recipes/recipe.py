@@ -47,7 +47,7 @@ class Recipe:
 
     Attributes:
         dataset_path: a file (jsonl, json, csv, parquet, txt, each also with .gz), a folder of such, a folder
-            of `save_to_disk`, or a pattern with ``*``.
+            of `save_to_disk`, or a pattern with ``*``; empty where ``dataset`` names the files.
         export_path: the place of the result: a file (jsonl, json, csv, parquet), or a folder (in the layout
             of `save_to_disk`).
         process: the operators, in order: names, dotted paths, objects, or one-key maps of a name and its

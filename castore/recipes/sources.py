@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import errno
 import glob
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -288,15 +289,15 @@ def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLik
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
     if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in causes):
         return FullError(f"the disk of {os.fspath(folder)} is full; free some space there, or use --temp-dir")
-    foreign = None if source.kind in (SAVED, "parquet") else _describe_foreign_line(source)
-    if foreign is not None:
-        text = foreign
+    bad_line = None if source.kind in (SAVED, "parquet") else _describe_bad_line(source)
+    if bad_line is not None:
+        text = bad_line
     elif file_reader.tells_no_rows(causes[-1]) or not source.size:
         text = "it has no rows; check that the program that writes it has ended"
     else:
         text = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
     file: str | None = None
-    if foreign is None and source.kind != SAVED:
+    if bad_line is None and source.kind != SAVED:
         file = source.files[0]
         if len(source.files) > 1:
             file = file_reader.find_unreadable(source.kind, source.files, os.fspath(folder))
@@ -306,24 +307,47 @@ def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLik
     )
 
 
-def _describe_foreign_line(source: Source) -> str | None:
-    """A sentence about the first line that is not UTF-8, if there is one."""
+def _describe_bad_line(source: Source) -> str | None:
+    """A sentence about the first line that is not UTF-8, or no JSON object in a file of such lines; None if
+    there is none.
+    """
     for path in source.files:
         try:
             with fsspec.open(path, "rb", compression="infer") as file:
+                # Without an object in its first line a file may be one array, or one object.
+                is_lines = source.kind == "json"
+                objects = 0
                 for number, line in enumerate(file, 1):
-                    try:
-                        line.decode()
-                    except UnicodeDecodeError as error:
-                        guess = (
-                            "UTF-16"
-                            if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-                            else "LATIN1"
-                        )
-                        return (
-                            f"line {number} of {path!r} is not UTF-8 (byte 0x{line[error.start]:02x} at "
-                            f"{error.start}); convert the file, for example with `iconv -f {guess} -t UTF-8`"
-                        )
+                    found = _not_utf8(line)
+                    if found is None and is_lines and line.strip():
+                        found = _no_object(line)
+                        is_lines = found is None or objects > 0
+                        objects += found is None
+                        found = found if is_lines else None
+                    if found is not None:
+                        return f"line {number} of {path!r} is {found}"
         except Exception:  # noqa: BLE001 - of a codec: the file's first reader has raised more of it
             return None
     return None
+
+
+def _not_utf8(line: bytes) -> str | None:
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        guess = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
+        return (
+            f"not UTF-8 (byte 0x{line[error.start]:02x} at {error.start}); convert the file, for example "
+            f"with `iconv -f {guess} -t UTF-8`"
+        )
+    return None
+
+
+def _no_object(line: bytes) -> str | None:
+    try:
+        if isinstance(json.loads(line), dict):
+            return None
+    except (ValueError, RecursionError):
+        if not line.endswith(b"\n"):
+            return "cut off; check that the program that writes the file has ended"
+    return f"no JSON object ({line[:60].decode(errors='replace').strip()!r}); mend the line, or leave it out"

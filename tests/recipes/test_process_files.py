@@ -274,11 +274,26 @@ def test_a_file_that_does_not_fit_values_of_several_types_is_named_and_not_the_f
 
 def test_the_only_file_of_a_folder_is_named_too(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.jsonl").write_text('{"n": 1}\n{"n": ')
+    (tmp_path / "data" / "a.jsonl").write_text('\n[{"n": 1},\n{"n": ')
     with pytest.raises(InvalidValueError, match=re.escape(f"in {str(tmp_path / 'data' / 'a.jsonl')!r}: ")):
         sources.read(sources.find(tmp_path / "data"), tmp_path / "work")
-    with pytest.raises(InvalidValueError, match=r"a\.jsonl' as json: JSON parse error"):
+    with pytest.raises(InvalidValueError, match=r"a\.jsonl' as json: Expecting value"):
         sources.read(sources.find(tmp_path / "data" / "a.jsonl"), tmp_path / "work")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"n": 1}\n\n[11, 22]\n{"n": 2}\n',
+         r"line 3 of '.*a\.jsonl' is no JSON object \('\[11, 22\]'\); mend the line, or leave it out"),
+        ('{"n": 1}\n{"n": 2,}\n', "line 2 of .* is no JSON object"),
+        ('\n{"n": 1}\n{"n": ', "line 3 of .* is cut off; check that the program"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(InvalidValueError, match=words):
+        sources.read(sources.find(tmp_path / "a.jsonl"), tmp_path / "work")
 
 
 @pytest.mark.parametrize("later", ["n,t\n", "n,t\n2,b\n", "n,t\n2,b\n3,c\n"])
