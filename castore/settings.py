@@ -22,11 +22,11 @@ from castore.system.ballast import Ballast
 from castore.system.io_errors import AT_FAULT
 from castore.system.mount_table import mounts
 from castore.system.temporary import (
-    create_temporary,
     make_folder,
     open_regular,
     open_with_mode,
     sync_folder,
+    write_whole,
 )
 from castore.units import format_duration, format_size, parse_budget, parse_ttl
 
@@ -279,18 +279,10 @@ def rewrite(path: Path) -> Settings:
 def save(path: Path, settings: Settings) -> None:
     """Write the settings, whole or not at all."""
     content = {"format": FORMAT, **settings._asdict()}
-    fd, temporary = create_temporary(path / "tmp")
+    text = json.dumps(content, indent=2) + "\n"
     try:
-        with os.fdopen(fd, "w") as file:
-            os.fchmod(fd, settings.file_mode)
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(fd)  # a power cut must not leave a store whose settings are zeros
-        temporary.rename(path / FILE)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise  # a Ctrl-C while the disk is slow
+        write_whole(path / FILE, [text.encode()], path / "tmp", settings.file_mode)
+    except OSError as error:
         raise StoreError(f"cannot write {path / FILE}: {error.strerror}") from error
 
 

@@ -31,7 +31,7 @@ from castore.keys.bytecode import attributes_read, names_written
 from castore.keys.classes import has_member, per_class
 from castore.keys.libraries import library_of, library_of_class
 from castore.keys.pickled import kept_by_properties, marks_of
-from castore.keys.torch_modules import EVAL, EVAL_BEHIND
+from castore.keys.torch_modules import EVAL, EVAL_BEHIND, is_compiled
 from castore.keys.values import SHARED
 
 _DEEPEST = 12
@@ -570,7 +570,7 @@ def _kind_of_values(cls: type) -> str:
         if issubclass(cls, base):
             return kind
     if issubclass(cls, nn.Module):
-        return "compiled" if cls.__name__ == "OptimizedModule" else "module"
+        return "compiled" if is_compiled(cls) else "module"
     if (cls.__module__, cls.__name__) == ("tokenizers", "Tokenizer"):
         return "tokenizer"
     if cls is np.ndarray:

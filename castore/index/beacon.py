@@ -1,11 +1,11 @@
-"""Five 8-byte words that every process using a store maps. Readers check them instead of querying the index.
+"""Six 8-byte words that every process using a store maps. Readers check them instead of querying the index.
 
 ``changed`` takes a new value just before each commit that re-points or removes a name, and ``settled`` takes
 the same value after the commit. While both are equal, no such commit is under way. Answers that the index
 gives then may be cached, and they stay true for as long as ``changed`` keeps its value. ``segment`` is the
 number of the names journal's current segment. ``epoch`` counts how often another file replaced
 ``index.sqlite``: connections to an earlier file are no longer used. ``prefixes`` counts the changes to which
-prefixes have which dictionaries.
+prefixes have which dictionaries, ``retracted`` the appends that were taken out of the journal.
 
 The mapped file also shows whether the store at the path is still the one that was opened: a folder that was
 removed and made again, or moved, has another file there, or none.
@@ -26,9 +26,9 @@ from castore.errors import StoreError
 from castore.system.io_errors import AT_FAULT
 from castore.system.temporary import open_regular, open_with_mode
 
-_SIZE = 40
+_SIZE = 48
 #: Places of the words.
-CHANGED, SEGMENT, EPOCH, SETTLED, PREFIXES = 0, 1, 2, 3, 4
+CHANGED, SEGMENT, EPOCH, SETTLED, PREFIXES, RETRACTED = 0, 1, 2, 3, 4, 5
 
 
 class Beacon:

@@ -26,11 +26,11 @@ from typing import Any, BinaryIO, NamedTuple
 import msgpack
 
 from castore.errors import InvalidNameError
-from castore.index.beacon import SEGMENT, Beacon
+from castore.index.beacon import RETRACTED, SEGMENT, Beacon
 from castore.names import check_known_name
 from castore.system.forks import reset_after_fork
 from castore.system.io_errors import read_around
-from castore.system.temporary import create_temporary, open_regular, open_with_mode, sync_folder
+from castore.system.temporary import open_regular, open_with_mode, sync_folder, write_whole
 
 _HEAD = struct.Struct("<2sHII")  # magic, zero, length and CRC-32 of the payload
 _MAGIC = b"\xc5N"
@@ -153,6 +153,8 @@ class Journal:
             start = os.fstat(self._fd).st_size - len(records)
             if start >= 0 and read_around(self._fd, len(records), start) == records:
                 os.ftruncate(self._fd, start)
+                # Behind the truncation: a tail that sees the new count finds nothing of the append any more.
+                self._beacon.words[RETRACTED] = (self._beacon.words[RETRACTED] + 1) % 2**64
 
     def close(self) -> None:
         """Close the segment."""
@@ -192,14 +194,7 @@ class Journal:
         The caller has called `switch` and reads the records from the index afterwards. Two processes may do
         this at once: the later of them may write the lower number, and replaying starts at the highest.
         """
-        fd, temporary = create_temporary(self._tmp)
-        with os.fdopen(fd, "wb", buffering=1024 * 1024) as file:
-            os.fchmod(fd, self.mode)
-            file.writelines(records)
-            file.flush()
-            os.fsync(fd)
-        temporary.rename(self.path(number, ".snapshot"))
-        sync_folder(self.folder)
+        write_whole(self.path(number, ".snapshot"), records, self._tmp, self.mode)
         newest = self.snapshots()[-1]
         for older in self.segments():
             if older < newest:
@@ -307,6 +302,7 @@ class JournalTail:
         self._journal = journal
         self._beacon = beacon
         self._number = beacon.segment
+        self._retracted = beacon.words[RETRACTED]
         self._fd = self._open()
         self._position = os.fstat(self._fd).st_size
 
@@ -320,20 +316,25 @@ class JournalTail:
             return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def poll(self) -> list[NameRecord] | None:
-        """Records appended since the last call; None if some were missed, so any name may have changed."""
+        """Records appended since the last call; None if some were missed, so any name may have changed, also
+        by a transaction that is about to commit.
+        """
+        # An append that was read may have been taken out since, and another one stand in its place.
+        retracted = self._beacon.words[RETRACTED]
+        is_whole, self._retracted = retracted == self._retracted, retracted
         records = self._read()
         number = self._beacon.segment
         if number == self._number:
-            return records
+            return records if is_whole else None
         # A new segment was started: read the rest of the old one and all of the new one. If two were started,
         # the middle one is missed.
-        complete = number == self._number + 1
+        is_whole = is_whole and number == self._number + 1
         records += self._read()
         os.close(self._fd)
         self._number, self._position = number, 0
         self._fd = self._open()
         records += self._read()
-        return records if complete else None
+        return records if is_whole else None
 
     def _read(self) -> list[NameRecord]:
         end = os.fstat(self._fd).st_size

@@ -51,7 +51,7 @@ from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, r
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.looked_up import looked_up
 from castore.keys.registry import Table
-from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, lists_parts
+from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, is_compiled, lists_parts
 
 _CLASS_NOISE = {
     *BODY_NOISE, "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__dict__",
@@ -393,7 +393,7 @@ def uncompiled(value: Any) -> Any:
         # functools.wraps copies the attributes of a compiled function to its wrappers.
         if attributes and attributes.get("_torchdynamo_wrapper_id") == id(value):
             return attributes.get("_torchdynamo_orig_callable", value)
-    elif cls.__name__ == "OptimizedModule" and cls.__module__ == "torch._dynamo.eval_frame":
+    elif is_compiled(cls):
         return vars(value)["_modules"]["_orig_mod"]
     return value
 

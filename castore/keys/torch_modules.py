@@ -45,6 +45,11 @@ def is_module(cls: type) -> bool:
     return any(full_name(base) == _MODULE for base in cls.__mro__)
 
 
+def is_compiled(cls: type) -> bool:
+    """Whether a class is that of the wrappers that `torch.compile` puts around modules."""
+    return cls.__name__ == "OptimizedModule" and cls.__module__ == "torch._dynamo.eval_frame"
+
+
 def settles(cls: type) -> bool:
     """Whether methods of a class set modules to eval before use, so that the modules' mode does not count.
 

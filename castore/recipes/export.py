@@ -23,7 +23,7 @@ import pyarrow as pa
 from castore.errors import CastoreError, FullError, InvalidValueError
 from castore.recipes.silence import silence
 from castore.recipes.sources import would_read
-from castore.system.sql_errors import is_full
+from castore.system.sql_errors import is_full, no_space_in
 
 _OWN_COLUMNS = "__dj__"
 _STATISTICS = ("__dj__stats__", "__dj__meta__")
@@ -179,7 +179,7 @@ def _reporting_full_disk(place: Path) -> Iterator[None]:
         if isinstance(error, CastoreError) or not is_full(error):
             raise
         raise FullError(
-            f"the disk of {place} is full; free some space, or choose another export_path"
+            f"{no_space_in(place, error)}; free some space, or choose another export_path"
         ) from error
 
 

@@ -8,7 +8,6 @@ reads.
 from __future__ import annotations
 
 import codecs
-import errno
 import glob
 import json
 import os
@@ -28,6 +27,7 @@ from castore.recipes.registry import suggest_nearest
 from castore.recipes.seen_files import SeenFiles
 from castore.recipes.silence import silence
 from castore.store import Store
+from castore.system.sql_errors import is_full, no_space_in
 
 #: Kinds of files by their endings.
 KINDS = {
@@ -287,8 +287,9 @@ def _unreadable_error(source: Source, error: Exception, folder: str | os.PathLik
         causes[-1].__cause__ is not None and len(causes) < 10 and not isinstance(causes[-1], OtherSchemaError)
     ):
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
-    if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in causes):
-        return FullError(f"the disk of {os.fspath(folder)} is full; free some space there, or use --temp-dir")
+    full = next((cause for cause in causes if is_full(cause)), None)
+    if full is not None:
+        return FullError(f"{no_space_in(os.fspath(folder), full)}; free some space there, or use --temp-dir")
     bad_line = None if source.kind in (SAVED, "parquet") else _describe_bad_line(source)
     if bad_line is not None:
         text = bad_line

@@ -30,7 +30,7 @@ from castore.remote.hints import encode_hint, parse_hint
 from castore.remote.keys import COMMITS, commit_key, page_key
 from castore.remote.pages import digest_of
 from castore.remote.tree import Tree
-from castore.system.temporary import create_temporary, make_folder
+from castore.system.temporary import make_folder, write_whole
 
 # Commits between two of which one is looked for before the other.
 _LONGEST_WAY = 100
@@ -110,15 +110,8 @@ class PageCache:
         if self._is_read_only:
             return
         make_folder(self._folder, self._folder_mode)
-        fd, temporary = create_temporary(self._tmp)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                os.fchmod(fd, self._file_mode)
-                file.write(data)
-            temporary.rename(self._path(digest))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        # Not synced: readers compare the digest.
+        write_whole(self._path(digest), [data], self._tmp, self._file_mode, durable=False)
 
     def take(self, ref: Ref) -> None:
         """Put into the cache what a ref carries, if it is what the ref points at."""

@@ -161,7 +161,7 @@ def push(
             done = None
         if done is not None:
             return done
-        time.sleep(random.random() * min(2.0, 0.05 * 2**attempt))  # noqa: S311
+        time.sleep(random.SystemRandom().random() * min(2.0, 0.05 * 2**attempt))
     raise RemoteError(
         f"others moved ref {ref!r} in {bucket.url} {_ATTEMPTS} times while this push merged; push again"
     )

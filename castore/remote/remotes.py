@@ -21,7 +21,7 @@ from castore.errors import InvalidValueError, NotFoundError, StoreError
 from castore.records import DIGEST_SIZE
 from castore.remote.keys import check_ref
 from castore.settings import Settings
-from castore.system.temporary import create_temporary, make_folder, open_regular
+from castore.system.temporary import make_folder, open_regular, write_whole
 
 _MAX_BYTES = 65_536
 # The newest notes of one kind that are kept.
@@ -303,17 +303,7 @@ class Remotes:
         return self._folder / check_remote_name(name) / f"{check_ref(ref)}@{mark}"
 
     def _write(self, path: Path, text: str) -> None:
-        fd, temporary = create_temporary(self._tmp)
-        try:
-            with os.fdopen(fd, "w") as file:
-                os.fchmod(fd, self._settings.file_mode)
-                file.write(text)
-                file.flush()
-                os.fsync(fd)
-            temporary.rename(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, [text.encode()], self._tmp, self._settings.file_mode)
 
 
 def _read(path: Path) -> str | None:

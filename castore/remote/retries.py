@@ -41,8 +41,9 @@ class Tries:
             RemoteError: this process ends.
         """
         import random  # a pull waits for each module, and few requests are tried again
+        # The state of the program's own generator stays as it is.
 
-        pause = random.random() * self._bound  # noqa: S311
+        pause = random.SystemRandom().random() * self._bound
         if self._left == 0 or time.monotonic() + pause > self._until:
             return False
         if ENDED.wait(pause):

@@ -428,7 +428,7 @@ class SharedTurn(AbstractContextManager["SharedTurn"]):
             if time.monotonic() > warn_at:
                 log.warning("%r is computed by another node; this one waits for its result", self._name)
                 warn_at = math.inf
-            time.sleep(pause * (1 + random.random()))  # noqa: S311
+            time.sleep(pause * (1 + random.SystemRandom().random()))
             pause = min(2 * pause, _LONGEST_PAUSE)
         return begun == "found"
 

@@ -70,6 +70,7 @@ def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], 
     """Verify. See `Store.verify`."""
     import random  # here: its imports are a twentieth of those of a `Store`
 
+    draw = random.SystemRandom().random  # the state of the program's own generator stays as it is
     copies_found = [
         Finding(path.stem, str(path), f"{why}; it has been written again" if mended else why, [])
         for path, why, missing, mended in dictionary_repair.repair_copies(parts.index, parts.objects)
@@ -80,7 +81,7 @@ def run(parts: Parts, *, repair: bool, sample: float, progress: Callable[[int], 
     for blob in parts.index.blobs():
         if blob.pack == AWAY:  # its bytes are checked when they come
             continue
-        if blob.pack != LOST and random.random() >= sample:  # noqa: S311 (nobody guesses against a scrub)
+        if blob.pack != LOST and draw() >= sample:
             continue
         problem = _check(parts, blob)
         if problem is not None:

@@ -144,7 +144,9 @@ def load_npy(data: bytes) -> Any:
         # Checked before memory is allocated: a header can claim a terabyte.
         if math.prod(shape) * dtype.itemsize != len(data) - start:
             raise ValueError(f"its header claims {shape} of {dtype}, which is not what follows")
-        if dtype.names is not None:  # NumPy copies no bytes between fields
+        # NumPy copies no bytes between fields. Of elements without bytes, of which a header can claim any
+        # number, a copy has one byte each.
+        if dtype.names is not None or not dtype.itemsize:
             return np.ndarray(shape, dtype, bytearray(memoryview(data)[start:]), order=order)
         return np.ndarray(shape, dtype, memoryview(data)[start:], order=order).copy("K")
     except (

@@ -8,6 +8,7 @@ stands.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from castore.errors import FullError
-from castore.system.sql_errors import is_full
+from castore.system.sql_errors import is_full, no_space_in
 from castore.system.temporary import open_with_mode
 
 T = TypeVar("T")
@@ -45,9 +46,29 @@ def is_short(folder: Path) -> bool:
 
 def full_disk_error(folder: Path, error: BaseException) -> FullError | None:
     """Return a FullError if a full disk of ``folder`` explains the error, else None."""
-    # SQLite reports only "disk I/O error" if there is no space for its shared-memory file.
-    if is_full(error) or (isinstance(error, sqlite3.OperationalError) and free_bytes(folder) < _SHM_BYTES):
-        return FullError(f"the disk of {folder} is full; free some space there")
+    if not is_full(error):
+        # SQLite reports only "disk I/O error" if there is no space for its shared-memory file, or if a quota
+        # is used up.
+        refusal = _refusal(folder) if isinstance(error, sqlite3.OperationalError) else None
+        if refusal is None:
+            return None
+        error = refusal
+    return FullError(f"{no_space_in(folder, error)}; free some space there")
+
+
+def _refusal(folder: Path) -> OSError | None:
+    """The error that the system gives for more bytes behind the largest file of ``folder``, or None."""
+    if free_bytes(folder) < _SHM_BYTES:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        end = max((entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()), default=0)
+        fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, bytes(_SHM_BYTES), end)
+        finally:
+            os.close(fd)
+    except OSError as error:  # also of a file system that makes no files without names: it says nothing then
+        return error if is_full(error) else None
     return None
 
 

@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -103,6 +103,35 @@ def create_temporary(folder: Path, suffix: str = "part") -> tuple[int, Path]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     give_to_owner(fd, folder)
     return fd, path
+
+
+def write_whole(
+    path: Path, pieces: Iterable[bytes], folder: Path, mode: int, *, durable: bool = True
+) -> None:
+    """Write a file of the store, or put another in its place: whole or, after any error, not at all.
+
+    Args:
+        path: the file.
+        pieces: its bytes, in order.
+        folder: the store's folder of temporary files, on the same file system.
+        mode: permission bits of the file.
+        durable: sync the bytes and the name to disk, so that a power cut leaves the old file or the new one.
+            False for files whose readers check the bytes. Default True.
+    """
+    fd, temporary = create_temporary(folder)
+    try:
+        with os.fdopen(fd, "wb", buffering=1 << 20) as file:
+            os.fchmod(fd, mode)
+            file.writelines(pieces)
+            file.flush()
+            if durable:
+                os.fsync(fd)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
 
 
 def _own_start() -> str:

@@ -17,6 +17,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import stat
 import time
 from collections import deque
@@ -44,6 +45,10 @@ from castore.watch.folder import PART_PREFIX, SWAP_PREFIX, WatchedFolder
 #: Seconds for which a mount may go on showing the old bytes of a name.
 _MOUNT_SECONDS = 5.0
 _PIECE = 1 << 20
+# As `temporary_beside` makes them: namespace, PID, start and mark.
+_OWN_NAME = re.compile(
+    f"(?:{re.escape(SWAP_PREFIX)}|{re.escape(PART_PREFIX)})([0-9]+)-([0-9]+)-([0-9]+)-([0-9a-f]+)"
+)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -231,6 +236,7 @@ def _digest_of(fd: int, check: Callable[[int], object]) -> str:
 def _swap(store: Store, file: Snapshot, binding: link_registry.Binding) -> None:
     temporary = temporary_beside(file.path, SWAP_PREFIX)
     os.symlink(binding.link, temporary)
+    is_kept = False  # whether the file's bytes are in the store, and the link is in its place
     try:
         # Tools read the mtime of the link or of its target: both are the file's.
         times = (file.status.st_atime_ns, file.status.st_mtime_ns)
@@ -248,15 +254,18 @@ def _swap(store: Store, file: Snapshot, binding: link_registry.Binding) -> None:
                 # Another watcher may have unpinned the entry before the link was there.
                 if not link_registry.confirm_link(store, binding):
                     raise FileBusyError(file.path)
+                is_kept = True
         except BaseException:
+            is_kept = False
             exchange(temporary, file.path)
             raise
     except NoLeaseError as error:
         raise FileBusyError(file.path) from error
     finally:
-        # Unlinks the link that was not needed, or the file whose bytes are in the store.
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+        # If the exchange back failed, the name has the only copy of somebody's file: `clean` sees to it.
+        if is_kept or _target_of(temporary) == binding.link:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
 
 
 def exchange(one: str, other: str) -> None:
@@ -291,11 +300,21 @@ def relink(path: str, old: str, new: str) -> None:
     try:
         os.utime(temporary, ns=(before.st_atime_ns, before.st_mtime_ns), follow_symlinks=False)
         exchange(temporary, path)
-        if not os.path.islink(temporary) or os.readlink(temporary) != old:
+        if _target_of(temporary) != old:
             exchange(temporary, path)
             raise FileBusyError(path)
     finally:
-        os.unlink(temporary)
+        # If the exchange back failed, the name has the only copy of somebody's file.
+        if _target_of(temporary) in (old, new):
+            os.unlink(temporary)
+
+
+def _target_of(path: str) -> str | None:
+    """The target of a symbolic link; None for anything else, and for nothing."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
 
 
 def temporary_beside(path: str, kind: str) -> str:
@@ -323,10 +342,16 @@ def clean(store: Store, leftover: str) -> None:
     are exchanged back.
     """
     place, name = os.path.split(leftover)
-    namespace, pid, started, mark = name.removeprefix(SWAP_PREFIX).removeprefix(PART_PREFIX).split("-")
+    process = _OWN_NAME.fullmatch(name)
+    if process is None:
+        return
+    namespace, pid, started, mark = process.groups()
     if int(namespace) == pid_namespace() and is_running(int(pid), int(started)):
         return
-    found = os.lstat(leftover)
+    try:
+        found = os.lstat(leftover)
+    except FileNotFoundError:
+        return  # another watcher has just cleaned it up
     if name.startswith(SWAP_PREFIX) and not stat.S_ISLNK(found.st_mode):
         owner = next((one for one in os.listdir(place) if _mark(one) == mark), None)
         path = None if owner is None else os.path.join(place, owner)

@@ -31,7 +31,7 @@ def restore_all(
         report(Event("failed", str(error.filename), reason=reason_of(error)))
 
     def leftover(path: str) -> None:
-        with suppress(FileBusyError, ValueError):
+        with suppress(FileBusyError):
             replace.clean(store, path)
 
     for _ in folder.files(folder.root, skip, leftover):

@@ -106,7 +106,7 @@ class Scanner:
             self._on_failed(str(error.filename), error)
 
         def leftover(path: str) -> None:
-            with suppress(FileBusyError, ValueError):  # ValueError: not one of this package's names
+            with suppress(FileBusyError):
                 replace.clean(self._store, path)
 
         for path in self._folder.files(folder, skip, leftover):

@@ -182,10 +182,10 @@ class Batch:
             InvalidValueError: the block has ended.
         """
         self._require_open()
-        for name, new in names.items():
+        for new in names.values():
             check_name(new)
-            if name in self._lifetimes:
-                self._lifetimes[new] = self._lifetimes.pop(name)
+        # All at once, as the items: names may change places.
+        self._lifetimes = {names.get(name, name): ttl for name, ttl in self._lifetimes.items()}
         self._items = [
             item._replace(spec=item.spec._replace(name=names.get(item.spec.name, item.spec.name)))
             for item in self._items

@@ -9,7 +9,6 @@ just the number in the frame. So if the file or a dictionary is damaged, puts go
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from castore.errors import CorruptError, StoreError, warn
 from castore.index.beacon import PREFIXES, Beacon
 from castore.names import check_prefix
 from castore.objects.dictionaries import Dictionaries, Dictionary
-from castore.system.temporary import create_temporary, open_regular, sync_folder
+from castore.system.temporary import open_regular, write_whole
 
 _FILE = "prefixes.json"
 # Bytes, far more than anybody's prefixes take. A longer file is cut, and then is not valid JSON.
@@ -109,18 +108,7 @@ class Prefixes:
 
     def _write(self, numbers: dict[str, int]) -> None:
         text = json.dumps({prefix: f"{numbers[prefix]:08x}" for prefix in sorted(numbers)}, indent=2)
-        fd, temporary = create_temporary(self._tmp)
-        try:
-            with os.fdopen(fd, "w") as file:
-                os.fchmod(fd, self._mode)
-                file.write(text + "\n")
-                file.flush()
-                os.fsync(fd)
-            temporary.rename(self.path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(self.path.parent)
+        write_whole(self.path, [text.encode(), b"\n"], self._tmp, self._mode)
         self.announce_change()
 
     def announce_change(self) -> None:

@@ -20,7 +20,7 @@ from castore.objects.codecs import FRAME_SIZE, check_codec
 from castore.records import Buffer, Entry, EntrySpec, parse_digest
 from castore.settings import Settings
 from castore.system.local_files import raise_if_gone
-from castore.system.sql_errors import SQL_ERRORS, is_full
+from castore.system.sql_errors import SQL_ERRORS, is_full, no_space_in
 from castore.units import parse_flag, parse_ttl
 from castore.write.arguments import as_bytes, copy_if_writable, dump_metadata, parse_items
 from castore.write.incoming import Creation, NewFile
@@ -325,7 +325,7 @@ class Putter:
             raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
-            raise self._full_disk_error() from error
+            raise self._full_disk_error(error) from error
 
     @contextmanager
     def explain_full_disk(self) -> Iterator[None]:
@@ -336,11 +336,11 @@ class Putter:
             raise_if_gone(self._path, error)
             if not is_full(error):
                 raise
-            raise self._full_disk_error() from error
+            raise self._full_disk_error(error) from error
 
-    def _full_disk_error(self) -> FullError:
+    def _full_disk_error(self, error: BaseException) -> FullError:
         return FullError(
-            f"the disk of {self._path} is full; free some space, or lower the budget:"
+            f"{no_space_in(self._path, error)}; free some space, or lower the budget:"
             " `castore gc --max-size SIZE`"
         )
 

@@ -10,6 +10,7 @@ lock while it waits for our answer, and an invalidation waits for that lock.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import sqlite3
@@ -78,6 +79,7 @@ class Follower:
         self._next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC)
         self._waiting: dict[str, tuple[bytes | None, float]] = {}
+        self._forget_again = math.inf  # when, by the monotonic clock
         self._tree = self._view.tree
         self._tail = self._tree.follow()
         self._thread = threading.Thread(target=self._run, name="castore-follow", daemon=True)
@@ -137,14 +139,19 @@ class Follower:
     def poll(self) -> None:
         """Handle the records appended to the journal since the last scan."""
         records = self._tail.poll()
-        if records == [] and not self._waiting:
+        is_due = time.monotonic() > self._forget_again
+        if records == [] and not self._waiting and not is_due:
             return
         # From here on the table has every node that was made from an older answer of the index.
         if not self._operations.lookups.settle():
             raise OSError("a look-up takes too long")
-        if records is None:
+        if records is None or is_due:
             self._forget_everything()
+        if records is None:  # some of them may not have committed yet
+            self._forget_again = time.monotonic() + _COMMIT_SECONDS
             return
+        if is_due:
+            self._forget_again = math.inf
         deadline = time.monotonic() + _COMMIT_SECONDS
         for record in records:
             # The other reserved names are bytes kept of a remote, which are in no mount.

@@ -8,7 +8,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +18,7 @@ from sqlite_utils import Database, Migrations
 
 from castore import NameConflictError, Store, StoreError, settings
 from castore.index.database import Index
+from castore.index.journal import JournalTail, pack_record
 from castore.index.schema import SCHEMA_VERSION
 from castore.records import HEAD_SIZE
 from castore.repair import doctor
@@ -294,6 +295,33 @@ def test_damage_to_the_journal_costs_the_names_it_hit(store: Store) -> None:
         assert [name for name in names if name] == ["first", "third"]
         assert None in names
         flip(store.index.journal.path(segment), place)
+
+
+def test_a_snapshot_that_fails_leaves_no_file_behind(store: Store) -> None:
+    def records() -> Iterator[bytes]:
+        yield pack_record(("name", None, "bytes", None, 0.0, None, 0))
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    with pytest.raises(sqlite3.DatabaseError):
+        store.index.journal.write_snapshot(9, records())
+    assert [*(store.path / "tmp").iterdir()] == []
+
+
+def test_a_tail_tells_of_an_append_that_stands_in_the_place_of_another(store: Store) -> None:
+    journal, beacon = store.index.journal, store.index.beacon
+    store.put("first", b"1")
+    short, long = (pack_record((name, b"\1" * 32, "bytes", None, 1.0, None, 0)) for name in ("a", "a" * 9))
+    for taken_back, put in ((short, short), (long, short), (short, long)):
+        with closing(JournalTail(journal, beacon)) as tail:
+            journal.append(taken_back)
+            assert [record.name for record in tail.poll() or ()] == ["a" * (9 if taken_back == long else 1)]
+            journal.retract(taken_back)
+            journal.append(put)
+            assert tail.poll() is None
+            assert tail.poll() == []
+            store.put("next", b"2")
+            assert [record.name for record in tail.poll() or ()] == ["next"]
+            store.delete("next")
 
 
 def test_a_busy_index_makes_writers_wait_and_readers_not(store: Store) -> None:

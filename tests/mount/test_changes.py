@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import sqlite3
 import time
 from pathlib import Path
 
 import pytest
 
 import castore_fuse
-from castore import Store
+from castore import FullError, Store
 from castore.gc import mount_barrier
 from castore.index.journal import Journal
 from castore.objects.codecs import FRAME_SIZE
@@ -86,6 +87,33 @@ def test_name_read_between_its_record_and_the_commit_shows_its_new_bytes_after_t
         mount_barrier._ask(socket)  # a mount reads the journal before it answers
         assert holds(path, b"old")
     until(lambda: holds(path, b"new"))
+
+
+def test_a_change_shows_in_the_place_of_one_that_was_taken_back(
+    live: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the mount had read the record of a put that failed, and missed the next record, as long."""
+    locks = (store.path / "locks").iterdir()
+    [socket] = [entry for entry in locks if mount_barrier.is_socket_of_a_mount(entry.name)]
+    store.put("a1", b"old")
+    store.put("a2", b"old")
+    mount_barrier._ask(socket)  # behind this the mount invalidates neither name by itself
+    assert holds(live / "a1", b"old")
+    assert holds(live / "a2", b"old")
+    append = Journal.append
+
+    def append_and_fail(journal: Journal, records: bytes, *, durable: bool = False) -> None:
+        append(journal, records, durable=durable)
+        mount_barrier._ask(socket)  # a mount reads the journal before it answers
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "append", append_and_fail)
+        with pytest.raises(FullError):
+            store.put("a1", b"new")
+    store.put("a2", b"newer")
+    until(lambda: (live / "a2").stat().st_size == 5)
+    assert holds(live / "a1", b"old")
 
 
 def test_name_that_goes_back_to_its_first_blob_shows_it(live: Path, store: Store) -> None:

@@ -43,7 +43,6 @@ from castore.remote import (
     fetcher_client,
     folder_bucket,
     marker,
-    page_cache,
     pull,
     transfer,
     warm,
@@ -62,6 +61,7 @@ from castore.remote.remotes import Remotes, RemoteSettings
 from castore.remote.result_sharing import ResultSharing
 from castore.remote.tree import Tree
 from castore.repair import doctor
+from castore.system import temporary as temporary_files
 from castore.system.local_sockets import address
 from castore.system.ram_cache import MemoryLRU
 from castore.system.temporary import leftover_files
@@ -794,7 +794,7 @@ WINDOWS = [
         "Pull",
         ("after the pull is noted, before the first blobs", _pulling, after(Remotes, "begin_pull"),
         _has_begun, NOTHING),
-        ("while it fetches the first blobs", _pulling, after(page_cache, "create_temporary"),
+        ("while it fetches the first blobs", _pulling, after(temporary_files, "create_temporary"),
         _in("two", _temporary_files), NOTHING),
         ("while it fetches the first blobs", _pulling, after(PageCache, "keep"), _in("two", _pages), NOTHING),
         ("while it fetches the first blobs", _pulling, after(LooseFolder, "create"),
@@ -836,7 +836,7 @@ WINDOWS = [
         _both(_socket, _in("two", _temporary_files)), NOTHING),
         ("while it fetches", _parts, before(BlobWriter, "commit"),
         _both(_socket, _in("two", _temporary_files)), NOTHING),
-        ("while it fetches", _page, after(page_cache, "create_temporary"),
+        ("while it fetches", _page, after(temporary_files, "create_temporary"),
         _both(_socket, _in("two", _temporary_files)), NOTHING),
         ("after a dictionary that records need, before their commit", _blobs, after(Dictionaries, "add"),
         _in("two", _removed_by_doctor), NOTHING),

@@ -76,7 +76,7 @@ VALUES: list[tuple[str, Any]] = [
     ("npy", np.array(["é", "bb"])), ("npy", np.array([b"a"])),
     ("npy", np.array([(1, 2.0)], [("x", "i4"), ("é", "f8", (1,))])),
     ("npy", np.array([1], ">i4")), ("npy", np.array(["2024-01-01"], "M8[D]")), ("npy", np.arange(10)[::2]),
-    ("npy", np.array([1j])), ("npy", np.zeros(3, "S0")),
+    ("npy", np.array([1j])), ("npy", np.zeros(3, "S0")), ("npy", np.zeros(3, "V0")),
     ("safetensors", {"b": np.zeros(2), "a": np.ones((3, 1), np.int8), "c": np.array(1.5)}),
     ("msgpack", {"a": np.zeros(2, "M8[s]")}), ("msgpack", {"a": np.array(["x"])}),
     ("msgpack", {"a": np.zeros(2, ">f4")}),
@@ -379,3 +379,10 @@ def test_an_image_without_pillow_is_an_error_that_names_it(warm_torch: WarmPytho
         "    else: sys.exit('no error')"
     )
     assert warm_torch.output(["-c", f"import sys; assert 'PIL' not in sys.modules\n{script}"]) == ""
+
+
+@pytest.mark.parametrize("kind", ["|S0", "<U0", "|V0", []])
+def test_elements_without_bytes_take_no_memory_however_many_a_header_claims(kind: object) -> None:
+    header = f"{{'descr': {kind!r}, 'fortran_order': False, 'shape': ({2**40},)}}"
+    array = load(npy(header), "npy")
+    assert (array.shape, array.nbytes, array.dtype) == ((2**40,), 0, np.dtype(kind))  # type: ignore[call-overload]

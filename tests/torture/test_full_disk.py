@@ -5,6 +5,7 @@ The disk is a tmpfs of its own, so it is really full, for this process and for a
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import castore_fuse
 from castore import CacheWarning, FullError, Store
 from castore.repair import doctor
-from castore.system.ballast import BALLAST_BYTES
+from castore.system.ballast import BALLAST_BYTES, full_disk_error
 from tests.crowds.test_hardship import journal_agrees
 from tests.helpers import mixed, noise, payload, recount, text
 
@@ -339,3 +340,43 @@ def _until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+_LIMITED = """
+import os, resource, sys
+from castore import FullError, Store
+
+store = Store(sys.argv[1], memory=0)
+store.put("before", b"1")
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+said = set()
+for number in range(100):
+    try:
+        store.put(str(number), os.urandom(int(sys.argv[2])))
+    except FullError as error:
+        said.add(str(error))
+print(*said)
+assert store.get("before") == b"1"
+"""
+
+
+@pytest.mark.parametrize("size", [400, 5_000, 400_000], ids=["index", "pack", "loose"])
+def test_a_limit_on_the_size_of_files_is_a_full_disk(tmp_path: Path, size: int) -> None:
+    """As a quota, it gives another errno than a full disk, and SQLite says nothing but "disk I/O error"."""
+    command = [sys.executable, "-c", _LIMITED, os.fspath(tmp_path / "store"), str(size)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "the limit on the size of files (`ulimit -f`" in ended.stdout
+    with Store(tmp_path / "store") as store:
+        assert store.get("before") == b"1"
+        assert not store.verify().bad
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.ENOSPC, "the disk of /s is full"), (errno.EDQUOT, "the quota for the disk of /s is used up")],
+)
+def test_a_quota_that_is_used_up_is_a_full_disk(number: int, words: str) -> None:
+    error = full_disk_error(Path("/s"), OSError(number, os.strerror(number)))
+    assert str(error).startswith(words)
+    assert full_disk_error(Path("/s"), OSError(errno.EIO, "Input/output error")) is None

@@ -18,7 +18,7 @@ import castore_fuse
 import castore_fuse.__main__ as daemon
 from castore import Store, settings
 from castore.gc import compaction, leftovers
-from castore.index import database, deferred_refs, index_file, journal, mounts, rebuild_rows, schema
+from castore.index import database, deferred_refs, index_file, mounts, rebuild_rows, schema
 from castore.index.beacon import Beacon
 from castore.index.database import Index
 from castore.index.journal import Journal
@@ -28,6 +28,7 @@ from castore.objects.directory import ObjectDirectory
 from castore.objects.loose import LooseFolder
 from castore.objects.packs import Damage, PackWriter, scan
 from castore.repair import doctor
+from castore.system import temporary as temporary_files
 from castore.write import writer
 from tests.helpers import agrees_with_disk, flip, mixed, noise, overwrite, payload, text
 from tests.torture.kills import Stop, after, before, halfway
@@ -309,7 +310,8 @@ WINDOWS = [
     *_of(
         "Making a store",
         ("before `castore.json` is there", _make, before(settings, "save"), made_by_the_next),
-        ("before `castore.json` is there", _make, after(settings, "create_temporary"), made_by_the_next),
+        ("before `castore.json` is there", _make, after(temporary_files, "create_temporary"),
+        made_by_the_next),
         ("after it, before the index has its tables", _make, before(index_file, "migrate"), made_by_the_next),
         ("after it, before the index has its tables", _make, after(schema, "apply_migrations"),
         made_by_the_next),
@@ -384,7 +386,7 @@ WINDOWS = [
         "Journal rotation",
         ("after the new segment is made", _rotate, after(Journal, "switch"), two_segments),
         ("while it writes the snapshot", _rotate, before(database, "pack_record", 2), temporary(0o600)),
-        ("after the rename", _rotate, before(journal, "sync_folder"), old_segment_too),
+        ("after the rename", _rotate, before(temporary_files, "sync_folder"), old_segment_too),
     ),
     *_of(
         "Rebuild",

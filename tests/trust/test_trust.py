@@ -169,7 +169,9 @@ def test_verify_sees_what_reading_does_not_need(store: Store) -> None:
 
 def test_a_sample_reads_a_part(store: Store) -> None:
     store.put_many((f"n/{i}", b"%d" % i) for i in range(400))
+    state = random.getstate()
     assert 20 < store.verify(sample=0.25).checked < 220
+    assert random.getstate() == state  # the program's own draws go on as without castore
     for wrong in (0, -1, 1.5):
         with pytest.raises(ValueError, match="sample"):
             store.verify(sample=wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -563,3 +564,33 @@ def test_two_watchers_that_replace_do_no_harm(
     store.gc(max_size=0, grace=0)
     assert {name: (folder / name).read_bytes() for name in data} == data
     assert sorted(path.name for path in folder.iterdir()) == sorted(data)
+
+
+def test_a_file_that_cannot_be_put_back_is_not_unlinked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody puts a file in the link's place at that moment, and the second exchange fails."""
+    path = folder / "link"
+    path.symlink_to("old")
+    exchange, calls = replace.exchange, []
+
+    def fail_the_second(one: str, other: str) -> None:
+        calls.append(one)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), other)
+        path.unlink()
+        path.write_bytes(b"new bytes of the user's")
+        exchange(one, other)
+
+    monkeypatch.setattr(replace, "exchange", fail_the_second)
+    with pytest.raises(OSError, match="Input/output"):
+        replace.relink(str(path), "old", "new")
+    assert Path(calls[0]).read_bytes() == b"new bytes of the user's"
+
+
+@pytest.mark.parametrize("name", [f"{PART_PREFIX}notes", f"{SWAP_PREFIX}1-2", f"{SWAP_PREFIX}a-b-c-d"])
+def test_a_file_that_only_looks_like_a_leftover_stays(store: Store, folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"the user's")
+    replace.clean(store, str(folder / name))
+    assert (folder / name).read_bytes() == b"the user's"
+    replace.clean(store, str(folder / f"{PART_PREFIX}1-2-3-0123456789abcdef"))  # another watcher was faster

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,18 @@ def test_a_file_that_changed_before_it_had_to_be_read_again_is_refused(store: St
         batch.commit()
     assert list(store.entries()) == []
     assert temporaries(store) == []
+
+
+def test_names_that_change_places_take_their_lifetimes_along(store: Store) -> None:
+    with store.batch() as batch:
+        for number in range(3):
+            batch.put(f"part-{number}", b"%d" % number, ttl=[3600, 7200, None][number])
+        batch.rename({"part-0": "part-1", "part-1": "part-2", "part-2": "part-0"})
+    lifetimes = {entry.name: entry.expires and entry.expires - time.time() for entry in store.entries()}
+    assert lifetimes == {
+        "part-0": None, "part-1": pytest.approx(3600, abs=60), "part-2": pytest.approx(7200, abs=60),
+    }  # fmt: skip
+    assert store.get("part-1") == b"0"
 
 
 def test_work_that_makes_its_bytes_is_called_again_if_they_vanished_and_none_are_kept_for_that(

@@ -165,7 +165,7 @@ def test_a_batch_can_be_put_while_the_interpreter_ends(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_fails_leaves_no_temporary_files(store: Store) -> None:
-    with files_up_to(4 << 20), pytest.raises(OSError, match="too large"):
+    with files_up_to(4 << 20), pytest.raises(OSError, match="the limit on the size of files"):
         store.put_many([("fits", noise(1 << 20)), ("does not", noise(6 << 20))])
     assert list((store.path / "tmp").iterdir()) == []
     assert list(store.entries()) == []

@@ -60,7 +60,7 @@ from castore.errors import (
 )
 from castore.keys.encoder import key
 from castore.store import Store
-from castore.system.sql_errors import is_full
+from castore.system.sql_errors import is_full, no_space_in
 
 #: The folder of kept steps.
 STEPS_FOLDER = "steps"
@@ -458,7 +458,7 @@ def _explain_full(folder: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(folder).free
         raise FullError(
-            f"the disk of {folder} is full ({free} bytes free): a step writes its result there, uncompressed,"
+            f"{no_space_in(folder, error)} ({free} bytes free): a step writes its result there, uncompressed,"
             " before it is stored; free some space, or name another folder with temp_dir"
         ) from error
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from castore import Store
 from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
-from castore.adapters.torch.hit_counts import HitCounts
-from castore.adapters.torch.samples import MISSING, pack, record_name, tell_no_sample, unpack
+from castore.adapters.torch.kept_samples import KeptSamples
+from castore.adapters.torch.samples import MISSING, pack, record_name, unpack
 from castore.adapters.torch.wrapper import DatasetWrapper
-from castore.errors import CorruptError, SerializationError
 
 
 class CachedDataset(DatasetWrapper):
@@ -51,11 +50,10 @@ class CachedDataset(DatasetWrapper):
         super().__init__(dataset, key)
         #: The folder of this dataset's samples in the store.
         self.key, doubts = key_and_doubts(dataset, key)
-        self._owns_store = not isinstance(store, Store)
-        self.store = store if isinstance(store, Store) else Store(store, memory=0)
+        self._kept = KeptSamples(store, "CachedDataset")
+        self.store = self._kept.store
         if doubts is not None:
             doubts.compare(self.store, "dataset", RANDOM_ADVICE)
-        self._counts = HitCounts("CachedDataset")
 
     def name_of(self, index: int) -> str:
         """The name of a sample's entry in the store."""
@@ -66,16 +64,12 @@ class CachedDataset(DatasetWrapper):
     def _one(self, index: int) -> Any:
         self._changes.glance()
         name = self.name_of(index)
-        [record] = self._records([name])
-        sample = self._found(index, record)
+        [sample] = self._kept.find([name])
         if sample is not MISSING:
-            self._counts.hit()
             return sample
-        self._counts.miss()
         record = pack(self._sample(index))
         if self._changes.keeps:
-            self.store.put(name, record)
-            self.store.offer_shared([name])
+            self._kept.keep({name: record})
         # Unpack the record even of a sample just read: the first epoch gets exactly what later epochs get.
         return unpack(record)
 
@@ -83,47 +77,20 @@ class CachedDataset(DatasetWrapper):
         if not indices:
             return []
         self._changes.glance()
-        records = self._records(list(map(self.name_of, indices)))
-        found = list(map(self._found, indices, records))
+        found = self._kept.find(list(map(self.name_of, indices)))
         missing = [index for index, sample in zip(indices, found, strict=True) if sample is MISSING]
-        self._counts.hit(len(indices) - len(missing))
-        self._counts.miss(len(missing))
         read = self._read(missing) if missing else {}
+        if read and self._changes.keeps:
+            self._kept.keep({self.name_of(index): record for index, record in read.items()})
         return [
             unpack(read[index]) if sample is MISSING else sample
             for index, sample in zip(indices, found, strict=True)
         ]
 
-    def _records(self, names: list[str]) -> list[bytes | None]:
-        """The bytes of some names in the store, or in the remote that it shares with other nodes."""
-        # `get` is quicker than `get_many` for one name.
-        records = [self.store.get(names[0])] if len(names) == 1 else self.store.get_many(names)
-        missing = [name for name, record in zip(names, records, strict=True) if record is None]
-        if not missing or not self.store.is_shared:
-            return records
-        self.store.find_shared(dict.fromkeys(missing))
-        come = iter(self.store.get_many(missing))
-        return [next(come) if record is None else record for record in records]
-
-    def _found(self, index: int, record: bytes | None) -> Any:
-        """The sample in an entry's bytes, or MISSING."""
-        if record is not None:
-            try:
-                return unpack(record)
-            except (CorruptError, SerializationError) as error:
-                tell_no_sample(self.name_of(index), error)
-        return MISSING
-
     def _read(self, indices: list[int]) -> dict[int, bytes]:
-        """Records from the dataset, put in one transaction where they are kept."""
+        """Records from the dataset."""
         distinct = list(dict.fromkeys(indices))
-        records = {
-            index: pack(sample) for index, sample in zip(distinct, self._source(distinct), strict=True)
-        }
-        if records and self._changes.keeps:
-            self.store.put_many((self.name_of(index), record) for index, record in records.items())
-            self.store.offer_shared(map(self.name_of, records))
-        return records
+        return {index: pack(sample) for index, sample in zip(distinct, self._source(distinct), strict=True)}
 
     # Filling
 
@@ -136,22 +103,24 @@ class CachedDataset(DatasetWrapper):
             self.store.find_shared(map(self.name_of, indices))
             missing = [index for index in indices if not self._held(index)]
         read = self._read(missing)
-        return len(set(indices)) - (0 if self._changes.keeps else len(read))
+        if not self._changes.keeps:
+            return len(set(indices)) - len(read)
+        if read:
+            self._kept.put({self.name_of(index): record for index, record in read.items()})
+        return len(set(indices))
 
     # Counters
 
     @property
     def hits(self) -> int:
         """Samples that came from the store, in all processes that have a copy of this dataset."""
-        return self._counts.hits
+        return self._kept.counts.hits
 
     @property
     def misses(self) -> int:
         """Samples that came from the dataset, in all processes that have a copy of this dataset."""
-        return self._counts.misses
+        return self._kept.counts.misses
 
     def close(self) -> None:
         """Release the counters, and close the store if it was opened here."""
-        self._counts.close()
-        if self._owns_store:
-            self.store.close()
+        self._kept.close()

@@ -27,9 +27,9 @@ from castore import Store
 from castore.adapters.left_out import facts_left_out
 from castore.adapters.torch.changes import Changes
 from castore.adapters.torch.dataset_identity import RANDOM_ADVICE, key_and_doubts
-from castore.adapters.torch.hit_counts import HitCounts
-from castore.adapters.torch.samples import pack, tell_no_sample, unpack
-from castore.errors import CorruptError, FullError, SerializationError, TooLargeError, warn
+from castore.adapters.torch.kept_samples import KeptSamples
+from castore.adapters.torch.samples import MISSING, pack, unpack
+from castore.errors import SerializationError
 
 _DIGITS = 40
 _STATE = ("state_dict", "load_state_dict")
@@ -83,12 +83,10 @@ class CachedIterableDataset(IterableDataset[Any]):
         #: The folder of the samples in the store.
         self.key, doubts = key_and_doubts(transform, key)
         self._changes = Changes(transform, key is None)
-        self._owns_store = not isinstance(store, Store)
-        self.store = store if isinstance(store, Store) else Store(store, memory=0)
+        self._kept = KeptSamples(store, "CachedIterableDataset")
+        self.store = self._kept.store
         if doubts is not None:
             doubts.compare(self.store, "transform", RANDOM_ADVICE)
-        self._counts = HitCounts("CachedIterableDataset")
-        self._warned = False
         for name in _STATE:  # not by `__getattr__`: loaders read an object's own attributes
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
@@ -130,38 +128,15 @@ class CachedIterableDataset(IterableDataset[Any]):
     def _sample(self, item: Any) -> Any:
         self._changes.glance()
         name = self.name_of(item)
-        record = self.store.get(name)
-        if record is None and self.store.is_shared:
-            self.store.find_shared([name])
-            record = self.store.get(name)
-        if record is not None:
-            try:
-                sample = unpack(record)
-            except (CorruptError, SerializationError) as error:
-                tell_no_sample(name, error)
-            else:
-                self._counts.hit()
-                return sample
-        self._counts.miss()
+        [sample] = self._kept.find([name])
+        if sample is not MISSING:
+            return sample
         with self._changes.reading():
             made = pack(self._transform(item))
         if self._changes.keeps:
-            self._keep(name, made)
+            self._kept.keep({name: made})
         # Unpack the record even of a sample just made: the first epoch gets exactly what later epochs get.
         return unpack(made)
-
-    def _keep(self, name: str, record: bytes) -> None:
-        try:
-            self.store.put(name, record)
-        except (FullError, TooLargeError) as error:
-            self._warn(error)
-        else:
-            self.store.offer_shared([name])
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(f"no more samples are kept for now: {error}", RuntimeWarning)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for attributes that the wrapper lacks. Unpickling calls it before there is
@@ -177,18 +152,16 @@ class CachedIterableDataset(IterableDataset[Any]):
     @property
     def hits(self) -> int:
         """Samples that came from the store, in all processes that have a copy of this dataset."""
-        return self._counts.hits
+        return self._kept.counts.hits
 
     @property
     def misses(self) -> int:
         """Samples that the function made, in all processes that have a copy of this dataset."""
-        return self._counts.misses
+        return self._kept.counts.misses
 
     def close(self) -> None:
         """Release the counters, and close the store if it was opened here."""
-        self._counts.close()
-        if self._owns_store:
-            self.store.close()
+        self._kept.close()
 
     def __enter__(self) -> CachedIterableDataset:
         return self

@@ -5,6 +5,7 @@ workers.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import threading
 from importlib.util import find_spec
@@ -312,3 +313,15 @@ def test_a_folder_that_cannot_be_used_is_an_error_at_once(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError):
         CachedDataset([1], tmp_path / "file")
+
+
+def test_a_store_without_room_gives_the_samples_and_one_warning(tmp_path: Path) -> None:
+    data = [os.urandom(300_000 if number == 1 else 1000) for number in range(4)]
+    with Store(tmp_path / "store", max_size=100_000, memory=0) as store:
+        cached = CachedDataset(data, store, key="bytes")
+        with pytest.warns(RuntimeWarning, match="no more samples are kept for now") as caught:
+            read = cached.__getitems__([0, 1, 2, 3]) + [cached[index] for index in range(4)]
+        assert read == data + data
+        assert len(caught) == 1
+        assert (cached.hits, cached.misses) == (3, 5)  # one sample that does not fit costs itself alone
+        cached.close()

@@ -990,3 +990,16 @@ def test_what_a_dataset_counts_in_its_class_is_no_change(wrap: Callable[..., Any
         for index in range(4):
             Counting(lambda data, index: index)[0]  # another one counts beside it
             assert cached[index] == index
+
+
+def test_a_module_of_the_name_of_torchs_compiled_ones_is_a_module(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    class OptimizedModule(torch.nn.Module):
+        pass
+
+    held = OptimizedModule()
+    with wrap(Holding(lambda data, index: index), tmp_path / "cache") as cached:
+        cached._data.net = held
+        cached._changes.note()
+        assert [cached[index] for index in range(4)] == [0, 1, 2, 3]
