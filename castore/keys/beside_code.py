@@ -35,7 +35,7 @@ ANNOTATIONS = "annotations"
 SOURCE = "source"
 #: Mark of an encoder in whose code something uses the rules of a `transformers` tokenizer past the tokenizer.
 BACKEND = "backend"
-#: Names that code reads such texts by. The last two, of `transformers`, describe functions to a model.
+#: Names that code reads such texts by. Those of `transformers` describe functions to a model.
 READERS: Mapping[str, frozenset[str]] = {
     "__doc__": frozenset({DOCSTRINGS}),
     "getdoc": frozenset({DOCSTRINGS}),
@@ -58,6 +58,8 @@ READERS: Mapping[str, frozenset[str]] = {
     "render_doc": frozenset({ANNOTATIONS, DOCSTRINGS}),
     "get_json_schema": frozenset({ANNOTATIONS, DOCSTRINGS}),
     "apply_chat_template": frozenset({ANNOTATIONS, DOCSTRINGS}),
+    "model_json_schema": frozenset({DOCSTRINGS}),  # of pydantic, as the next one
+    "json_schema": frozenset({DOCSTRINGS}),
     "backend_tokenizer": frozenset({BACKEND}),
     "_tokenizer": frozenset({BACKEND}),
 }

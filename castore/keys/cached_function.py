@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from castore.errors import InvalidValueError
 from castore.keys.doubts import Notes
 from castore.keys.encoder import AnyOrder, digits_of
-from castore.keys.objects import OBJECTS, function_doubts
+from castore.keys.objects import OBJECTS, digest_of, encode_function
 from castore.keys.tracing import encode
 
 _RANDOM_ADVICE = (
@@ -68,11 +68,11 @@ def cached(store: Results, *, ttl: float | str | None, prefix: str | None) -> Ca
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             # The code is encoded at each call: a module that the function uses may have been reloaded since.
-            code, doubts = function_doubts(function)
-            if doubts is not None:
+            code = encode_function(function)
+            if (doubts := code.doubts()) is not None:
                 doubts.compare(store, short_name, _RANDOM_ADVICE)
-            asked = AnyOrder(code=code, arguments=AnyOrder(bound.arguments))
-            encoded = encode(OBJECTS, asked, short_name)
+            asked = AnyOrder(code=digest_of(code), arguments=AnyOrder(bound.arguments))
+            encoded = encode(OBJECTS, asked, short_name, texts=code.found.texts)
             digits = digits_of(encoded.code)
             if searched < _SEARCHED and (doubts := encoded.doubts()) is not None:
                 searched += 1

@@ -72,6 +72,11 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType,
 )  # fmt: skip
 _MISSING = object()
+# Attributes that Python sets in modules. A module's file may lie anywhere.
+_OF_IMPORTS = {
+    "__name__", "__package__", "__loader__", "__spec__", "__file__", "__path__", "__cached__", "__builtins__",
+    "__annotations__", "__annotate__", "__conditional_annotations__", "__warningregistry__",
+}  # fmt: skip
 # Attributes of compiled classes that count by themselves: somebody has set them since.
 _BESIDE_COMPILED = {types.FunctionType, bool, int, float, str, bytes}
 # The options of dataclasses and their fields, as they usually are. Generated methods are left out, so nothing
@@ -252,8 +257,10 @@ def _users_module(encoder: Encoder, module: types.ModuleType, names: Set[str], s
         return encoder.tagged("module", module.__name__)
     encoder.open[id(module)] = False
     try:
-        found = sorted(name for name in names if hasattr(module, name) and not _is_magic(name))
+        found = sorted(name for name in names if hasattr(module, name) and _is_the_authors(name, module))
         parts = [(name, _reference(encoder, getattr(module, name), names, f".{name}")) for name in found]
+        if "__name__" in names:
+            parts.append(("__name__", encoder.part(module.__name__.replace("__mp_main__", "__main__"))))
         return encoder.tagged("module", *parts)
     except UnencodableError as error:
         error.path.append(step)
@@ -531,6 +538,11 @@ def _is_magic(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
+def _is_the_authors(name: str, module: types.ModuleType) -> bool:
+    """Whether an attribute of a module is its author's, such as ``__version__``, and not set by Python."""
+    return not _is_magic(name) or (name in vars(module) and name not in _OF_IMPORTS)
+
+
 def _is_users_method(value: object) -> bool:
     value = getattr(value, "__wrapped__", getattr(value, "fget", value))
     return isinstance(value, types.FunctionType) and not library_of(value.__globals__.get("__name__"))
@@ -569,7 +581,7 @@ def _module(encoder: Encoder, value: types.ModuleType) -> Iterator[Any]:
     encoder.number(value)
     yield from beside_code.source_of(encoder, value)
     for name in sorted(vars(value)):
-        if not _is_magic(name) or name == "__getattr__":
+        if _is_the_authors(name, value) and (name != "__doc__" or beside_code.DOCSTRINGS in encoder.marks):
             try:
                 yield name, encoder.part(getattr(value, name), f".{name}")
             except UnencodableError as error:

@@ -21,7 +21,7 @@ from blake3 import blake3
 from castore.errors import InvalidValueError
 from castore.keys.classes import full_name, has_member
 from castore.keys.compiled import compiled_code
-from castore.keys.doubts import Doubts, is_generator
+from castore.keys.doubts import is_generator
 from castore.keys.encoder import (
     Encoder,
     UnencodableError,
@@ -36,7 +36,7 @@ from castore.keys.libraries import library_of_class
 from castore.keys.pickled import lasting, object_parts
 from castore.keys.registry import Rules
 from castore.keys.tokenizers import tokenizer
-from castore.keys.tracing import encode
+from castore.keys.tracing import Encoded, encode
 from castore.keys.values import SHARED
 
 _VERSION = b"castore.function.1"
@@ -70,16 +70,20 @@ def function_fingerprint(function: Callable[..., Any]) -> str:
     >>> function_fingerprint(lambda x: x + 1) == function_fingerprint(lambda x: x + 2)
     False
     """
-    return function_doubts(function)[0]
+    return digest_of(encode_function(function))
 
 
-def function_doubts(function: Callable[..., Any]) -> tuple[str, Doubts | None]:
-    """Return `function_fingerprint` of a function, and the values in it that look random."""
+def encode_function(function: Callable[..., Any]) -> Encoded:
+    """The canonical bytes of a function; see `function_fingerprint`."""
     if not callable(function):
         raise InvalidValueError(f"a fingerprint of a function needs a function, not {type(function)}")
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    encoded = encode(OBJECTS, function, name)
-    return str(blake3(_VERSION + encoded.code).hexdigest()), encoded.doubts()
+    return encode(OBJECTS, function, name)
+
+
+def digest_of(function: Encoded) -> str:
+    """The fingerprint of an encoded function."""
+    return str(blake3(_VERSION + function.code).hexdigest())
 
 
 def _shared(encoder: Encoder, value: Any) -> bytes | None:

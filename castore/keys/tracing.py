@@ -98,7 +98,14 @@ class Encoded(NamedTuple):
         return Doubts(str(blake3(rest).hexdigest()[:KEY_DIGITS]), trace.parts) if trace.parts else None
 
 
-def encode(rules: Rules, value: object, what: str, watch: Watch | None = None) -> Encoded:
+def encode(
+    rules: Rules,
+    value: object,
+    what: str,
+    watch: Watch | None = None,
+    *,
+    texts: frozenset[str] = frozenset(),
+) -> Encoded:
     """Encode a value by rules that follow references.
 
     Args:
@@ -106,17 +113,19 @@ def encode(rules: Rules, value: object, what: str, watch: Watch | None = None) -
         value: the value.
         what: name of the value in error messages.
         watch: sees the encoding. Default None: nothing does.
+        texts: kinds of texts beside the code that count, as those that a function reads of its arguments.
+            Texts that the value's own code reads are added. Default: none.
 
     Raises:
         UnhashableError: a part of the value has no stable hash, or contains an address of this process; the
             message has the path to the part.
     """
-    found = Found()
+    found = Found(texts)
     code = _until_complete(rules, value, what, watch, found)
     found.search(code)
     sought = addresses.confirmed(found.addresses) if found.addresses else None
     if sought:
-        _until_complete(rules, value, what, _ToAddress(sought), Found())
+        _until_complete(rules, value, what, _ToAddress(sought), Found(texts))
         raise UnhashableError(f"{what}: {_ADDRESS}")
     return Encoded(code, value, rules, found)
 

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import importlib
+import inspect
 import io
 import pathlib
 import subprocess
@@ -31,6 +32,7 @@ from PIL import Image, TiffImagePlugin
 from torch.nn.utils import parametrizations, parametrize
 
 from castore import InvalidValueError, Store, UnhashableError, key
+from castore.adapters.datasets import cached_map
 from castore.keys.objects import function_fingerprint
 from tests.keys.test_values import ADAPTERS, ROOT, Holder
 
@@ -934,3 +936,74 @@ def test_what_cannot_be_cached_is_one_clear_error(store: Store, what: Any, probl
         store.cached()(what)
     with pytest.raises(InvalidValueError, match=problem):
         store.cached(what)
+
+
+def _tool(annotation: type, text: str) -> Callable[..., Any]:
+    def tool(x: Any) -> None: ...
+
+    tool.__doc__, tool.__annotations__ = text, {"x": annotation}
+    return tool
+
+
+class _Described:
+    def __init__(self, text: str) -> None:
+        self.__class__ = type("Described", (), {"__doc__": text})
+
+
+_READ_BY_ARGUMENT: dict[str, tuple[Callable[[Any], Any], Callable[[], list[Any]]]] = {
+    "__doc__": (lambda f: f.__doc__, lambda: [_tool(int, "a"), _tool(int, "b")]),
+    "of several": (lambda f: [one.__doc__ for one in f], lambda: [[_tool(int, "a")], [_tool(int, "b")]]),
+    "of a class": (lambda f: type(f).__doc__, lambda: [_Described("a"), _Described("b")]),
+    "signature": (lambda f: str(inspect.signature(f)), lambda: [_tool(int, "a"), _tool(str, "a")]),
+    "__annotations__": (lambda f: f.__annotations__["x"](5), lambda: [_tool(int, "a"), _tool(str, "a")]),
+}
+
+
+@pytest.mark.parametrize("name", _READ_BY_ARGUMENT)
+def test_texts_beside_the_code_of_an_argument_count_where_the_function_reads_them(
+    name: str, store: Store
+) -> None:
+    """Regression: the function was encoded by itself, so its arguments were as if nobody read their texts."""
+    read, make = _READ_BY_ARGUMENT[name]
+    one, other = make()
+    cached: Any = store.cached(read)
+    assert cached.cache_name(one) != cached.cache_name(other)
+    plain: Any = store.cached(lambda f: 1)
+    assert plain.cache_name(one) == plain.cache_name(other)  # nothing reads them
+    rows = Dataset.from_dict({"a": [0]})
+
+    def step(row: Any, f: Any) -> Any:
+        return {"read": repr(read(f))}
+
+    for given in (one, other):
+        found = cached_map(rows, step, store=store, fn_kwargs={"f": given})
+        assert found[0]["read"] == repr(read(given))
+        [streamed] = cached_map(rows.to_iterable_dataset(), step, store=store, fn_kwargs={"f": given})
+        assert streamed["read"] == repr(read(given))
+
+
+_OWN_NAMES = {
+    "__version__": "def f(): return own.__version__",
+    "imported": "def f():\n    from own import __version__\n    return __version__",
+    "__all__": "def f(): return own.__all__",
+    "__doc__": "def f(): return own.__doc__",
+    "a function": "def f(): return own.__run__()",
+    "handed on": "def f(): return vars(own)['__version__']",
+}
+
+
+@pytest.mark.parametrize("name", _OWN_NAMES)
+def test_names_with_underscores_in_a_module_of_the_users_count(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: they counted as if Python had set them all."""
+    found = []
+    for edit in ("1", "2", "1"):
+        own = types.ModuleType("own", doc=f"text {edit}")
+        own.__file__ = f"/somewhere/{len(found)}/own.py"
+        exec(f"__version__ = '{edit}'\n__all__ = ['a{edit}']\ndef __run__(): return {edit}", vars(own))
+        monkeypatch.setitem(sys.modules, "own", own)
+        scope: dict[str, Any] = {"own": own, "__name__": "program"}
+        exec(_OWN_NAMES[name], scope)
+        found.append(function_fingerprint(scope["f"]))
+    assert found[0] == found[2] != found[1]

@@ -127,8 +127,10 @@ class KeptCalls:
             UnhashableError: a part of the function or of a keyword has no stable hash.
         """
         operator = identify(function, self.title, self._given)
-        passed = operator_fingerprint(keywords, f"{self._kind}(..., fn_kwargs=...)")
-        return bytes.fromhex(key({"version": _VERSION, "operator": operator, "keywords": passed}))
+        what = f"{self._kind}(..., fn_kwargs=...)"
+        passed = operator_fingerprint(keywords, what, texts=operator.texts)
+        counted = {"version": _VERSION, "operator": operator.fingerprint, "keywords": passed}
+        return bytes.fromhex(key(counted))
 
     def find(self, key: bytes, digest: bytes) -> Block | None:
         """The block whose first call has that digest, if it is kept and intact."""

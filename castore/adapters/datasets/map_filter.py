@@ -153,7 +153,7 @@ def _run_cached(
         return stream
     source = dataset_fingerprint(dataset, store)
     parameters = {
-        argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)")
+        argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)", texts=description.texts)
         for argument, value in _counting_arguments(arguments).items()
     }
     digits = step_runner.step_key(source, name, kind, description.fingerprint, parameters)

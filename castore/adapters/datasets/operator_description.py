@@ -32,11 +32,20 @@ class Description(NamedTuple):
         fingerprint: 64 hexadecimal digits of all that counts.
         parts: a digest and a short text of each part, by the part's label.
         doubts: the parts that look random; None if there are none.
+        texts: kinds of texts beside the code that the operator reads, of its arguments too.
     """
 
     fingerprint: str
     parts: dict[str, list[str]]
     doubts: Doubts | None = None
+    texts: frozenset[str] = frozenset()
+
+
+class Identity(NamedTuple):
+    """The ``fingerprint`` and the ``texts`` of a `Description` alone."""
+
+    fingerprint: str
+    texts: frozenset[str]
 
 
 def describe(operator: Any, name: str, fingerprint: str | None = None) -> Description:
@@ -51,7 +60,7 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
         UnhashableError: a part of the operator has no stable hash.
     """
     if fingerprint is not None:
-        digits = identify(operator, name, fingerprint)
+        digits = identify(operator, name, fingerprint).fingerprint
         return Description(digits, {"the fingerprint that was given": [digits[:32], fingerprint[:_SHOWN]]})
     parameters = list(_parameters(operator))
     notes = _Notes(value for _, value in parameters)
@@ -67,14 +76,15 @@ def describe(operator: Any, name: str, fingerprint: str | None = None) -> Descri
     for library in notes.libraries:
         package, _, version = library.rpartition(" of ")[2].rpartition(" ")
         parts[f"the library {package}"] = [version, version]
-    return Description(digits, parts, made.doubts())
+    return Description(digits, parts, made.doubts(), made.found.texts)
 
 
-def identify(operator: Any, name: str, fingerprint: str | None = None) -> str:
-    """The fingerprint of `describe` alone, in less time."""
+def identify(operator: Any, name: str, fingerprint: str | None = None) -> Identity:
+    """As `describe`, in less time."""
     if fingerprint is not None:
-        return str(blake3(f"given: {fingerprint}".encode()).hexdigest())
-    return _digits(operator, encoded(operator, name).code)
+        return Identity(str(blake3(f"given: {fingerprint}".encode()).hexdigest()), frozenset())
+    made = encoded(operator, name)
+    return Identity(_digits(operator, made.code), made.found.texts)
 
 
 def _digits(operator: Any, code: bytes) -> str:

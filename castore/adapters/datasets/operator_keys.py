@@ -39,12 +39,16 @@ RANDOM_ADVICE = (
 )
 
 
-def operator_fingerprint(operator: Any, name: str = "operator") -> str:
+def operator_fingerprint(
+    operator: Any, name: str = "operator", *, texts: frozenset[str] = frozenset()
+) -> str:
     """64 hexadecimal digits that change when the operator's computation may have changed.
 
     Args:
         operator: a function, a method, or an object: anything that can be called or has methods to call.
         name: the operator's name in the message of an error.
+        texts: kinds of texts beside the code, such as docstrings, that count although no code of the
+            operator's reads them: those that a function reads of an argument. Default: none.
 
     Raises:
         UnhashableError: a part of it has no stable hash; the message has the path to it.
@@ -54,13 +58,15 @@ def operator_fingerprint(operator: Any, name: str = "operator") -> str:
     >>> operator_fingerprint(len) == operator_fingerprint(max)
     False
     """
-    return str(blake3(_VERSION + encoded(operator, name).code).hexdigest())
+    return str(blake3(_VERSION + encoded(operator, name, texts=texts).code).hexdigest())
 
 
-def encoded(operator: Any, name: str, watch: Watch | None = None) -> Encoded:
+def encoded(
+    operator: Any, name: str, watch: Watch | None = None, *, texts: frozenset[str] = frozenset()
+) -> Encoded:
     """The canonical bytes of an operator, which a watch may see; see `operator_fingerprint`."""
     try:
-        return encode(OPERATORS, operator, name, watch)
+        return encode(OPERATORS, operator, name, watch, texts=texts)
     except UnhashableError as error:
         raise UnhashableError(
             f"{error}; or leave that part out with __getstate__, or say what identifies the operator with "

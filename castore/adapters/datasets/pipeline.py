@@ -511,7 +511,7 @@ class _Run:
         operator = planned.description.fingerprint
         if self._has_memory:  # results depend on what is remembered now
             try:
-                operator = identify(counted_operator(step), step.name)
+                operator = identify(counted_operator(step), step.name).fingerprint
             except UnhashableError:
                 return None
 

@@ -58,9 +58,10 @@ def map_batches(
     arguments = given["fn_args"] or (), given["fn_kwargs"] or {}
     is_class = isinstance(function, type)
     call = partial(_arguments, *arguments[0], **arguments[1])
-    fingerprint = operator_fingerprint(made if is_class else function)
-    if any(arguments):
-        fingerprint = key([fingerprint, operator_fingerprint(call)])
+    operator = made if is_class else function
+    fingerprint = operator_fingerprint(operator)
+    if any(arguments):  # beside the function, which may read the docstrings of functions that it gets
+        fingerprint = key([fingerprint, operator_fingerprint([operator, call])])
     settings = Place.of(store), fingerprint, batch_format, arguments
     options |= {"batch_size": batch_size, "batch_format": "pyarrow"}
     if is_class:
