@@ -742,7 +742,7 @@ class Store:
                 that would close the circle gets this error. Circles over processes are not seen, and wait. Or
                 an argument makes no sense.
             SerializationError: the kept object cannot be loaded, as in `load`, or the new one cannot be
-                saved, as in `save`.
+                saved, as in `save`, or is a tensor with an autograd graph, which would be lost.
             InvalidNameError, NameConflictError: as for `put`.
             Exception: what ``compute`` raised; nothing is kept then, and the next caller tries again.
 
@@ -774,6 +774,9 @@ class Store:
                     if hit:
                         return value
                 value = compute()
+                from castore.serialize.safetensors_files import require_no_graph
+
+                require_no_graph(value)
                 try:
                     self.save(key, value, ttl=ttl, metadata=metadata, serializer=serializer)
                 except (TooLargeError, FullError) as error:  # the work of hours must not be lost for that

@@ -10,8 +10,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from castore.errors import SerializationError
-from castore.keys.images import further_frames
+from blake3 import blake3
+
+from castore.errors import SerializationError, UnhashableError
+from castore.keys.images import further_facts, further_frames
+from castore.keys.objects import OBJECTS
+from castore.keys.tracing import encode
 from castore.keys.values import LEFT_ON_TENSORS
 from castore.serialize.kinds import MisfitError, is_registered, take_apart
 from castore.serialize.kinds.images import is_image
@@ -49,12 +53,13 @@ class _Part(NamedTuple):
 
 
 def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
-    """The class, the format, the file's name and further frames of each image inside a value. Bytes have the
-    pixels of one frame, and `info`.
+    """The class, the format, the file's name, further frames and facts (`castore.keys.images`) of each image
+    inside a value. Bytes have the pixels of one frame, and `info`.
 
     Args:
         value: the value.
-        is_result: whether it comes back from its bytes. An image of several frames is an error then.
+        is_result: whether it comes back from its bytes. An image of several frames, and a tensor with an
+            autograd graph, are errors then.
 
     Raises:
         SerializationError: the value has another part that bytes leave out; the message has the path to it.
@@ -75,10 +80,13 @@ def facts_left_out(value: Any, *, is_result: bool = False) -> list[list[Any]]:
         elif is_image(part.value):
             name = str(getattr(part.value, "filename", ""))
             facts.append(
-                [kind.__name__, str(part.value.format), *([name] if name else []), *_frames(part, is_result)]
-            )
+                [
+                    kind.__name__, str(part.value.format), *([name] if name else []),
+                    *_frames(part, is_result), *_further(part),
+                ]
+            )  # fmt: skip
         elif kind not in _FIXED:
-            if (problem := _problem(part.value)) is not None:
+            if (problem := _problem(part.value, is_result)) is not None:
                 raise part.error(problem)
             waiting += [part.inside(item, step) for step, item in _fields(part.value)]
     return facts
@@ -93,6 +101,15 @@ def _frames(part: _Part, is_result: bool) -> list[Any]:
         return list(further_frames(part.value) or ())
     except ValueError:
         raise part.error(f"is a {name} of several frames, and its file is closed") from None
+
+
+def _further(part: _Part) -> list[str]:
+    """A digest of an image's further facts; nothing if it has none."""
+    found = further_facts(part.value)
+    try:
+        return [blake3(encode(OBJECTS, found, "tags").code).hexdigest()] if found else []
+    except UnhashableError as error:
+        raise part.error(f"is an image with {error}") from None
 
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:
@@ -110,10 +127,12 @@ def _fields(value: Any) -> Iterable[tuple[str, Any]]:
     return () if form is None else form.fields()
 
 
-def _problem(value: Any) -> str | None:
-    """A part of a tensor, an array or a dict that bytes leave out."""
+def _problem(value: Any, is_result: bool) -> str | None:
+    """A part of a tensor or an array that bytes leave out."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+        if is_result and value.grad_fn is not None:
+            return "is a tensor with a graph, which its bytes lack; convert it with detach()"
         names = [name for name in vars(value) if not name.startswith(LEFT_ON_TENSORS)]
         if names:
             found = f"the attribute {names[0]!r}"
@@ -122,6 +141,4 @@ def _problem(value: Any) -> str | None:
         return f"is a tensor with {found}, which its bytes lack; give that beside it" if found else None
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.metadata:
         return "is an array whose dtype has metadata, which its bytes lack"
-    if isinstance(value, dict) and getattr(value, "__dict__", None):
-        return f"is a {type(value).__name__} with attributes, which its bytes lack"
     return None

@@ -33,9 +33,13 @@ def further_frames(image: Any) -> tuple[int, str] | None:
 
 
 def further_facts(image: Any) -> dict[str, Any]:
-    """Tags of a TIFF file, quantization tables of a JPEG file, and EXIF tags that `info` has otherwise."""
+    """Tags of a TIFF file, quantization tables and sampling of a JPEG file, and EXIF tags that `info` has
+    otherwise.
+    """
     facts: dict[str, Any] = {}
     for name in ("tag_v2", "quantization"):
         if found := getattr(image, name, None):
             facts[name] = dict(found)
+    if found := getattr(image, "layer", None):  # PIL reads the sampling from it
+        facts["layer"] = [*found]
     return facts | changed_tags(image)

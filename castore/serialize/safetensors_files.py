@@ -205,6 +205,22 @@ def dump_safetensors(obj: Any) -> bytes:
     return layout.file(payloads)
 
 
+def require_no_graph(obj: Any) -> None:
+    """Check that no tensor has an autograd graph, which a safetensors file lacks: a loaded object would train
+    less than the object itself. The other serializers refuse such tensors.
+
+    Raises:
+        SerializationError: one has; the message names it.
+    """
+    if "torch" in sys.modules and fits_safetensors(obj):
+        for name, tensor in obj.items() if type(obj) is dict else [(None, obj)]:
+            if getattr(tensor, "grad_fn", None) is not None:
+                raise SerializationError(
+                    f"value{'' if name is None else f'[{name!r}]'}: is a tensor with a graph, which would be "
+                    "lost; convert it with detach()"
+                )
+
+
 def _lay_out(is_bare: bool, marks: tuple[tuple[str, leaves.Mark, bool], ...]) -> Layout:
     about: dict[str, Any] = {"kind": "numpy", "bare": is_bare, "order": [name for name, *_ in marks]}
     types = {name: leaves.number_type(mark) for name, mark, _ in marks}

@@ -192,6 +192,22 @@ def _spread(count: int, make: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda parts: make(*listed(count, parts))
 
 
+def _take_dict(value: Any) -> Any:
+    """The items; with attributes, both. Torch sets ``_metadata`` on the dict of a module's state."""
+    return [dict(value), dict(vars(value))] if vars(value) else dict(value)
+
+
+def _dict_of(cls: type[dict[Any, Any]]) -> Callable[[Any], Any]:
+    def make(parts: Any) -> Any:
+        items, attributes = (parts, {}) if type(parts) is dict else listed(2, parts)
+        made = cls(expect(dict, items))
+        for name, item in expect(dict, attributes).items():
+            vars(made)[expect(str, name)] = item
+        return made
+
+    return make
+
+
 STANDARD = [
     Kind("set", "builtins", "set", in_order, lambda parts: set(expect(list, parts))),
     Kind("frozenset", "builtins", "frozenset", in_order, lambda parts: frozenset(expect(list, parts))),
@@ -202,11 +218,8 @@ STANDARD = [
         "slice", "builtins", "slice",
         lambda value: [value.start, value.stop, value.step], _spread(3, slice),
     ),
-    Kind(
-        "ordereddict", "collections", "OrderedDict",
-        dict, lambda parts: collections.OrderedDict(expect(dict, parts)),
-    ),
-    Kind("counter", "collections", "Counter", dict, lambda parts: collections.Counter(expect(dict, parts))),
+    Kind("ordereddict", "collections", "OrderedDict", _take_dict, _dict_of(collections.OrderedDict)),
+    Kind("counter", "collections", "Counter", _take_dict, _dict_of(collections.Counter)),
     Kind("defaultdict", "collections", "defaultdict", _take_defaultdict, _make_defaultdict),
     Kind("deque", "collections", "deque", lambda value: [list(value), value.maxlen], _make_deque),
     Kind("namespace", "types", "SimpleNamespace", lambda value: dict(vars(value)), _make_namespace),

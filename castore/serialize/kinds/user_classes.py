@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -78,8 +79,7 @@ def find(name: object, kind: str) -> type:
     """Return the class of a name from stored bytes.
 
     Raises:
-        SerializationError: this process has no such class.
-        ValueError: the class is of another kind.
+        SerializationError: this process has no such class, or one of another kind.
     """
     text = expect(str, name)
     cls = registered.get(text) or _imported(text)
@@ -89,7 +89,10 @@ def find(name: object, kind: str) -> type:
             f"or name the class with castore.register_type(..., name={text!r})"
         )
     if kind_of(cls) != kind:
-        raise ValueError(f"{text} is no {kind}")
+        raise SerializationError(
+            f"the value is a {text!r} of the kind {kind}, which the class is not now; "
+            "delete the entry, or save the value anew"
+        )
     return cls
 
 
@@ -192,18 +195,36 @@ def _take_enum(value: enum.Enum) -> Any:
     if cls._member_map_.get(value.name or "") is value:
         return value.name
     if isinstance(value, enum.Flag) and type(value.value) is int and not _has_own_missing(cls):
-        return value.value
+        names = _names_of_flag(value)
+        return value.value if names is None else names
     raise MisfitError(f"is {value!r}, which {cls} does not list; keep its .value")
+
+
+def _names_of_flag(value: Any) -> list[str] | None:
+    """The names of the members that make up a flag: their numbers may change. None if it has more bits."""
+    bits = {
+        name: member.value
+        for name, member in type(value)._member_map_.items()
+        if member.name == name and member.value.bit_count() == 1 and member.value & value.value
+    }
+    return [*bits] if sum(bits.values()) == value.value else None
+
+
+def _member(cls: Any, name: str) -> Any:
+    if name not in cls._member_map_:
+        raise SerializationError(
+            f"the value is the member {name!r} of {natural_name(cls)}, "
+            "which the class does not have now; delete the entry, or save the value anew"
+        )
+    return cls._member_map_[name]
 
 
 def _make_enum(cls: Any, parts: Any) -> Any:
     if type(parts) is str:
-        if parts not in cls._member_map_:
-            raise SerializationError(
-                f"the value is the member {parts!r} of {natural_name(cls)}, "
-                "which the class does not have now; delete the entry, or save the value anew"
-            )
-        return cls._member_map_[parts]
+        return _member(cls, parts)
+    if type(parts) is list:  # of a flag
+        numbers = [expect(int, _member(cls, expect(str, name)).value) for name in parts]
+        parts = functools.reduce(operator.or_, numbers, 0)
     number = expect(int, parts)
     if not issubclass(cls, enum.Flag) or _has_own_missing(cls):
         raise ValueError(f"{number} is no member of {cls}")
