@@ -17,6 +17,13 @@ def photo(orientation: int, **options: Any) -> Image.Image:
     return Image.open(io.BytesIO(file.getvalue()))
 
 
+def flat(kind: str, **options: Any) -> Image.Image:
+    """A black image of 8 by 8 pixels, as its file has it."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, kind, **options)
+    return Image.open(io.BytesIO(file.getvalue()))
+
+
 def animation(last: str) -> Image.Image:
     """An image of two frames, of which the last has that colour."""
     frames = [Image.new("RGB", (2, 2), colour) for colour in ("green", last)]

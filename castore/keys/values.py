@@ -643,6 +643,8 @@ SHARED = Table(
             "description", "examples", "extra_json_schema", "extra")),
         ("pydantic.type_adapter", ("TypeAdapter",), _adapter_of_pydantic),
         ("pydantic._internal._validate_call", ("ValidateCallWrapper",), _validated_call),
+        ("IPython.core.interactiveshell", ("InteractiveShell",), _refusing(
+            "a line with `!` or `%` depends on more than the code; call subprocess.run, or plain Python")),
         ("builtins", ("memoryview",), _refusing("pass bytes(...) of it")),
         ("_contextvars", ("ContextVar",), _refusing("pass the value that it has, its .get()")),
         ("subprocess", ("Popen",), _refusing("it is another process, with a number of its own in every run")),

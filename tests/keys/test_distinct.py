@@ -997,7 +997,7 @@ def test_names_with_underscores_in_a_module_of_the_users_count(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: they counted as if Python had set them all."""
-    found = []
+    found: list[str] = []
     for edit in ("1", "2", "1"):
         own = types.ModuleType("own", doc=f"text {edit}")
         own.__file__ = f"/somewhere/{len(found)}/own.py"

@@ -9,7 +9,7 @@ import gc
 import itertools
 import tracemalloc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, JpegImagePlugin
 
 from castore import Store
 from castore.adapters.datasets import CacheWarning, DatasetCache, cached_filter, cached_map, call_blocks
 from castore.adapters.datasets.call_blocks import CALLS_FOLDER
+from castore.adapters.torch import CachedIterableDataset
 from castore.errors import InvalidValueError, UnhashableError
 from castore.serialize.serializers import dump
 from castore.serialize.serializers import load as loads
@@ -43,7 +44,7 @@ from tests.adapters.datasets.stream_cases import (
     ran,
     told,
 )  # fmt: skip
-from tests.images import animation, photo
+from tests.images import animation, flat, photo
 from tests.warm import WarmPython
 
 SOURCES = {"python": from_python, "arrow": from_arrow}
@@ -197,6 +198,33 @@ def test_rows_count_by_all_that_a_function_can_see_of_images(store: Store) -> No
     assert ran() == len(expected)
     assert rows_of(cached_map(from_values(*values()), seen, store=store)) == expected
     assert ran() == 0
+
+
+# A tag of a TIFF file: where a tile of a map lies.
+_PLACE = 33922
+
+
+@pytest.mark.parametrize("read", ["quantization", "sampling", "tag"])
+def test_images_of_equal_pixels_count_by_what_else_their_files_say(store: Store, read: str) -> None:
+    """Regression: two flat JPEG files, and two tiles of a map, were one."""
+    see: dict[str, Callable[[Any], Any]] = {
+        "quantization": lambda image: image.quantization[0][0],
+        "sampling": JpegImagePlugin.get_sampling,
+        "tag": lambda image: image.tag_v2[_PLACE][0],
+    }
+
+    def seen(row: dict[str, Any]) -> dict[str, Any]:
+        return {"value": see[read](row["value"])}
+
+    images = [flat("JPEG", quality=50), flat("JPEG", quality=90), flat("JPEG", quality=90, subsampling=0)]
+    if read == "tag":
+        images = [flat("TIFF", tiffinfo={_PLACE: (float(place), 1.0)}) for place in (1, 2)]
+    expected = rows_of(from_values(*images).map(seen))
+    assert len({row["value"] for row in expected}) == 2
+    for _ in range(2):
+        assert rows_of(cached_map(from_values(*images), seen, store=store)) == expected
+    cached = CachedIterableDataset(images, see[read], store)
+    assert [*cached] == [see[read](image) for image in images]
 
 
 def test_images_count_by_all_of_their_frames(store: Store) -> None:

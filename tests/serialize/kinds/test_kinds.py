@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from torch.utils.data import DataLoader
 
-from castore import Store
+from castore import SerializationError, Store
 from castore.adapters.torch import BiLevelCachedDataset, CachedDataset, LazyShardDataset
 from castore.adapters.torch.samples import pack, unpack
 from castore.adapters.tree import TreeCacheManager
@@ -181,3 +182,33 @@ PLAIN = {
 def test_records_of_plain_samples_are_byte_for_byte_those_of_before() -> None:
     record = pack(PLAIN)
     assert (len(record), blake3(record).hexdigest()[:16]) == (1023, "8a960242f48cc8e5")
+
+
+class Rights(enum.Flag):
+    READ = 1
+    WRITE = 2
+    RUN = 4
+
+
+def test_a_flag_comes_back_by_the_names_of_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = dump(Rights.READ | Rights.RUN)[1]
+    numbers = enum.Flag("Rights", {"READ": 1, "WRITE": 4, "RUN": 2}, module=__name__)  # type: ignore[misc]
+    monkeypatch.setattr(sys.modules[__name__], "Rights", numbers)
+    assert load(kept, "msgpack") == numbers.READ | numbers.RUN
+    fewer = enum.Flag("Rights", {"READ": 1, "WRITE": 4}, module=__name__)  # type: ignore[misc]
+    monkeypatch.setattr(sys.modules[__name__], "Rights", fewer)
+    with pytest.raises(SerializationError, match=r"member 'RUN' .* does not have now; delete the entry"):
+        load(kept, "msgpack")
+    monkeypatch.setattr(sys.modules[__name__], "Rights", NamedTuple("Rights", [("read", bool)]))
+    with pytest.raises(SerializationError, match="of the kind enum, which the class is not now; delete"):
+        load(kept, "msgpack")
+
+
+def test_a_result_with_a_graph_is_refused_where_it_would_train_less_on_a_hit(store: Store) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    computed: list[Any] = [weight * 2, {"a": torch.ones(1), "b": weight * 2}]
+    while computed:
+        with pytest.raises(SerializationError, match=r"is a tensor with a graph.*detach\(\)"):
+            store.get_or_compute("made", computed.pop)
+    assert store.get_or_compute("leaf", lambda: weight).requires_grad
+    assert store.save("made", weight * 2).serializer == "safetensors"  # as torch.save does

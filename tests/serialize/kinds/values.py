@@ -197,6 +197,7 @@ with warnings.catch_warnings():
 VALUES: list[Any] = [
     *HASHABLE, *SPARSE, set(), {1, 2}, {"b", "a"}, {("x", 1), 2.5}, set(map(str, range(30))),
     collections.OrderedDict(b=1, a=[2]), collections.OrderedDict(), collections.Counter("abca"),
+    torch.nn.BatchNorm1d(2).state_dict(),  # a dict with an attribute
     collections.defaultdict(list, {1: [2]}),
     collections.defaultdict(None, x=1), collections.deque([1, [2]], 5), collections.deque(),
     types.SimpleNamespace(a=1, b=[2]), slice(1, None), slice(0, 9, 2),
@@ -267,7 +268,8 @@ def same(one: Any, two: Any) -> bool:  # noqa: C901 - one rule for each type
         return len(one) == len(two) and all(any(same(item, other) for other in two) for item in one)
     if isinstance(one, dict):
         factories = getattr(one, "default_factory", None) is getattr(two, "default_factory", None)
-        return factories and same(list(one), list(two)) and same(list(one.values()), list(two.values()))
+        items = same(list(one), list(two)) and same(list(one.values()), list(two.values()))
+        return factories and items and _same_state(one, two)
     if isinstance(one, list | tuple | collections.deque):
         limits = getattr(one, "maxlen", None) == getattr(two, "maxlen", None)
         return limits and len(one) == len(two) and all(map(same, one, two)) and _same_state(one, two)
