@@ -15,7 +15,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -23,7 +23,9 @@ import pyarrow as pa
 from castore.errors import CastoreError, FullError, InvalidValueError
 from castore.recipes.silence import silence
 from castore.recipes.sources import would_read
+from castore.system.exchange import UNSUPPORTED, exchange
 from castore.system.sql_errors import is_full, no_space_in
+from castore.system.temporary import sync_folder
 
 _OWN_COLUMNS = "__dj__"
 _STATISTICS = ("__dj__stats__", "__dj__meta__")
@@ -144,7 +146,7 @@ def export(
         try:
             with _reporting_failures(path):
                 _WRITERS[Path(path).suffix.lower()](plain, temporary, progress or _ignore_rows)
-            size = _size_on_disk(temporary)
+            size = _sync(temporary)
             _replace(temporary, place)
         except BaseException:
             _remove(temporary)
@@ -186,12 +188,25 @@ def _reporting_full_disk(place: Path) -> Iterator[None]:
 def _replace(temporary: Path, place: Path) -> None:
     if not place.is_dir():
         temporary.rename(place)
+        sync_folder(place.parent)
         return
-    # A folder cannot be renamed over another: a crash in between leaves the old folder beside its place.
-    old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.old")
-    place.rename(old)
-    temporary.rename(place)
-    shutil.rmtree(old)
+    # A folder cannot be renamed over another.
+    try:
+        exchange(temporary, place)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        # A crash in between leaves the old folder beside its place.
+        old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.old")
+        place.rename(old)
+        try:
+            temporary.rename(place)
+        except BaseException:
+            old.rename(place)
+            raise
+        temporary = old
+    sync_folder(place.parent)
+    shutil.rmtree(temporary)
 
 
 def _remove(path: Path) -> None:
@@ -201,9 +216,19 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _size_on_disk(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _sync(path: Path) -> int:
+    """Sync a file, or a folder with all in it: after a power cut there is the old export or the new
+    one. Returns the bytes of the files.
+    """
+    size = 0
+    for one in [path, *path.rglob("*")]:
+        fd = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            size += os.fstat(fd).st_size if one.is_file() else 0
+        finally:
+            os.close(fd)
+    return size
 
 
 def _read_rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iterator[dict[str, Any]]:
@@ -237,7 +262,6 @@ def _write_jsonl(dataset: datasets.Dataset, path: Path, done: Callable[[int], ob
     with path.open("wb") as file:
         for row in _read_rows(dataset, done):
             file.write(_to_line(row) + b"\n")
-        _sync(file)
 
 
 def _write_json(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
@@ -247,7 +271,6 @@ def _write_json(dataset: datasets.Dataset, path: Path, done: Callable[[int], obj
             file.write(before + _to_line(row))
             before = b",\n"
         file.write((b"[" if before == b"[\n" else b"\n") + b"]\n")
-        _sync(file)
 
 
 def _write_csv(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
@@ -281,20 +304,12 @@ def _write_parquet(dataset: datasets.Dataset, path: Path, done: Callable[[int], 
             for table in dataset.with_format("arrow").iter(_ROWS_WITH_FILES if holds_files else _BATCH_ROWS):
                 writer.write_table(embed_table_storage(table.cast(dataset.features.arrow_schema)))
                 done(table.num_rows)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _write_folder(dataset: datasets.Dataset, path: Path, done: Callable[[int], object]) -> None:
     # Of no rows `datasets` may write no file, and reads no folder without one.
     dataset.save_to_disk(str(path), num_shards=None if len(dataset) else 1)
     done(len(dataset))
-
-
-def _sync(file: BinaryIO) -> None:
-    """Sync the bytes to disk before the rename: a power cut leaves the old file or the new one."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 _WRITERS: dict[str, Callable[[datasets.Dataset, Path, Callable[[int], object]], None]] = {

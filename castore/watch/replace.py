@@ -13,8 +13,6 @@ Processes that have the old file open or mapped keep it until they close it.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import os
 import re
@@ -30,6 +28,7 @@ import blake3
 from castore import Store
 from castore.errors import CastoreError, NotFoundError
 from castore.records import LOOSE, Entry, Mount
+from castore.system import exchange as swap
 from castore.system.temporary import is_running, pid_namespace, process_started
 from castore.watch import entry_sources, link_registry
 from castore.watch.file_lease import (
@@ -49,8 +48,6 @@ _PIECE = 1 << 20
 _OWN_NAME = re.compile(
     f"(?:{re.escape(SWAP_PREFIX)}|{re.escape(PART_PREFIX)})([0-9]+)-([0-9]+)-([0-9]+)-([0-9a-f]+)"
 )
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class KeptError(CastoreError):
@@ -275,17 +272,14 @@ def exchange(one: str, other: str) -> None:
         BusyError: one of them is gone.
         KeptError: the file system does not support it.
     """
-    call = getattr(_libc, "renameat2", None)
-    if call is not None and not call(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    ):
-        return
-    error = errno.ENOSYS if call is None else ctypes.get_errno()
-    if error == errno.ENOENT:
-        raise FileBusyError(other)
-    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        raise KeptError("this file system cannot exchange two files in one step")
-    raise OSError(error, os.strerror(error), other)
+    try:
+        swap.exchange(one, other)
+    except FileNotFoundError as error:
+        raise FileBusyError(other) from error
+    except OSError as error:
+        if error.errno in swap.UNSUPPORTED:
+            raise KeptError("this file system cannot exchange two files in one step") from error
+        raise
 
 
 def relink(path: str, old: str, new: str) -> None:

@@ -4,8 +4,10 @@ at all.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime as dt
+import errno
 import gzip
 import json
 import os
@@ -782,6 +784,52 @@ def test_a_csv_names_the_column_that_it_has_no_place_for(tmp_path: Path, value: 
     ):
         export.export(datasets.Dataset.from_list([{"text": "x", "tags": value}]), tmp_path / "o.csv")
     assert (tmp_path / "o.csv").read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.json", "o.csv", "o.parquet", "o"])
+def test_an_export_is_synced_before_it_takes_its_place(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", note)
+    rows = datasets.Dataset.from_dict({"a": [1, 2]})
+    export.export(rows, tmp_path / name)
+    files = list((tmp_path / name).rglob("*")) or [tmp_path / name]
+    assert {Path(path).name for path in synced} >= {path.name for path in files} - {name}
+    assert len(synced) >= len(files) + 1
+    assert synced[-1] == str(tmp_path)  # the name itself
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_folder_is_replaced_where_nothing_can_be_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """As on some network file systems. If the second rename fails, the old folder is back in its place."""
+
+    def refuse(one: Path, other: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.suffix == ".part" and fails:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    old, new = (datasets.Dataset.from_dict({"a": [number]}) for number in (1, 2))
+    export.export(old, tmp_path / "o")
+    monkeypatch.setattr(export, "exchange", refuse)
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output") if fails else contextlib.nullcontext():
+        export.export(new, tmp_path / "o")
+    assert datasets.load_from_disk(tmp_path / "o")["a"][:] == [1 if fails else 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["o"]
 
 
 def test_what_a_writer_refuses_is_said_of_the_export(tmp_path: Path) -> None:
