@@ -70,7 +70,7 @@ def parse_size(size: str | int | float) -> int:
     else:
         count = as_whole(size)
     if count is None or not 0 <= count <= _LARGEST:
-        raise InvalidValueError(f"{_shown(size)} is not a size; {_SIZE_HELP}")
+        raise InvalidValueError(f"{shown(size)} is not a size; {_SIZE_HELP}")
     return count
 
 
@@ -101,7 +101,7 @@ def parse_count(count: int, what: str) -> int:
     """
     number = as_whole(count)
     if number is None or not 1 <= number <= _LARGEST:
-        raise InvalidValueError(f"{what} must be 1 or more, a whole number, not {_shown(count)}")
+        raise InvalidValueError(f"{what} must be 1 or more, a whole number, not {shown(count)}")
     return number
 
 
@@ -124,7 +124,7 @@ def parse_flag(flag: Any, what: str) -> bool:
     except (TypeError, ValueError):  # an array
         known = False
     if not known:
-        raise InvalidValueError(f"{what} is True or False, not {_shown(flag)}")
+        raise InvalidValueError(f"{what} is True or False, not {shown(flag)}")
     return bool(flag)
 
 
@@ -143,13 +143,20 @@ def parse_part(part: Any, what: str) -> float:
     castore.errors.InvalidValueError: sample must be a number above 0 and at most 1 (all), not '5%'
     """
     if not isinstance(part, numbers.Real) or not 0 < float(part) <= 1:  # false for NaN
-        raise InvalidValueError(f"{what} must be a number above 0 and at most 1 (all), not {_shown(part)}")
+        raise InvalidValueError(f"{what} must be a number above 0 and at most 1 (all), not {shown(part)}")
     return float(part)
 
 
 def as_whole(number: object) -> int | None:
-    """A whole number of any type as an int; None for anything else, True and False included."""
-    if isinstance(number, bool):
+    """A whole number of any type as an int; None for anything else. Booleans, also those of NumPy and
+    PyTorch, and tensors with a dimension are no whole numbers.
+    """
+    if type(number) is int:
+        return number
+    # `operator.index` takes them.
+    if isinstance(number, bool) or "bool" in str(getattr(number, "dtype", "")):
+        return None
+    if getattr(number, "ndim", 0) > 0:
         return None
     try:
         return operator.index(number)  # type: ignore[arg-type]
@@ -157,7 +164,8 @@ def as_whole(number: object) -> int | None:
         return None
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as code, cut short for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -196,7 +204,7 @@ def parse_duration(duration: str | int | float) -> float:
     seconds = _seconds_of_text(duration) if isinstance(duration, str) else _seconds_of_number(duration)
     # The comparison is false for NaN.
     if not 0 <= seconds <= _LONGEST:
-        raise InvalidValueError(f"{_shown(duration)} is not a duration; {_DURATION_HELP}")
+        raise InvalidValueError(f"{shown(duration)} is not a duration; {_DURATION_HELP}")
     return seconds
 
 

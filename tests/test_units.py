@@ -15,6 +15,7 @@ from castore.errors import InvalidValueError
 from castore.units import (
     NEVER,
     UNLIMITED,
+    as_whole,
     format_duration,
     format_size,
     parse_budget,
@@ -135,3 +136,14 @@ def test_what_is_no_lifetime_is_refused(wrong: Any) -> None:
 def test_what_is_no_budget_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidValueError, match=r'is not a size; .*, or "unlimited"'):
         parse_budget(wrong)
+
+
+@pytest.mark.parametrize(
+    ("number", "whole"),
+    [
+        (3, 3), (np.int8(3), 3), (np.array(3), 3), (True, None), (np.True_, None), (np.array(True), None),
+        (np.array([3]), None), (3.0, None), ("3", None), (None, None),
+    ],
+)  # fmt: skip
+def test_a_boolean_or_an_array_with_a_dimension_is_no_whole_number(number: object, whole: int | None) -> None:
+    assert as_whole(number) == whole

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from castore.errors import InvalidValueError
+from castore.units import as_whole
 
 # Counts the unnamed things that this process made: all ranks of a job make theirs in the same order.
 _made = itertools.count()
@@ -167,9 +168,9 @@ def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _given(value: object, name: str) -> int:
-    # A NumPy integer is accepted; True and 1.0 are mistakes.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = as_whole(value)
+    if number is None:
         raise InvalidValueError(
             f"{name} is {value!r}; give a whole number, or leave it out to ask torchrun's variables"
         )
-    return int(value.__index__())
+    return number

@@ -9,7 +9,6 @@ sample that is not whole. The read path is deliberately flat: a word, a copy, th
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from castore.errors import FullError, InvalidValueError, OutOfRangeError, Segmen
 from castore.shm.arena import Arena
 from castore.shm.free_space import shm_size
 from castore.shm.slots import STATE, Slots, SlotState
-from castore.units import format_size
+from castore.units import as_whole, format_size
 
 _log = logging.getLogger(__name__)
 _READY = int(SlotState.READY)
@@ -405,9 +404,7 @@ def _attached(arena: Arena, arguments: Sequence[Any]) -> SharedCache:
 
 
 def _index(value: Any, what: str) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise InvalidValueError(f"{what} is a whole number, not {value!r}")
+    number = as_whole(value)
+    if number is None:
+        raise InvalidValueError(f"{what} is a whole number, not {value!r}")
+    return number

@@ -7,7 +7,6 @@ sample to sample. Must never let a sample through that would come back as anothe
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +17,7 @@ import torch
 
 from castore.errors import InvalidValueError
 from castore.serialize.number_types import NUMBER_TYPES
+from castore.units import as_whole
 
 #: dtypes that NumPy has too; other dtypes are stored as integers of their size.
 _SAME = {
@@ -258,11 +258,10 @@ def _dims(dims: Any) -> tuple[int | None, ...] | None:
     if dims is None:
         return None
     if isinstance(dims, tuple | list):
-        try:
-            sizes = tuple(None if dim is None else operator.index(dim) for dim in dims)
-        except TypeError:
-            sizes = (-1,)
-        if all(size is None or size >= 0 for size in sizes):
+        sizes = tuple(None if dim is None else as_whole(dim) for dim in dims)
+        if all(
+            dim is None or (size is not None and size >= 0) for dim, size in zip(dims, sizes, strict=True)
+        ):
             return sizes
     raise InvalidValueError(
         f"{dims!r} are no dimensions; give a tuple like (3, 32, 32), with None for one that varies, or None"

@@ -9,18 +9,16 @@ loaders ask for those.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from castore.adapters.torch.changes import Changes
 from castore.adapters.torch.prefill import fill
 from castore.errors import InvalidValueError, OutOfRangeError
+from castore.units import as_whole, shown
 
 
 def check_index(index: Any, length: int) -> int:
@@ -48,24 +46,13 @@ def check_index(index: Any, length: int) -> int:
 
 
 def _whole(index: Any) -> int:
-    # Python accepts tensors of one element and booleans as whole numbers.
-    odd = isinstance(index, bool | np.bool_) or (
-        isinstance(index, torch.Tensor) and (index.ndim > 0 or index.dtype is torch.bool)
-    )
-    try:
-        if not odd:
-            return operator.index(index)
-    except TypeError:
-        pass
-    raise InvalidValueError(
-        f"an index is a whole number, not {type(index).__name__}: {_shown(index)}; for several samples take"
-        " torch.utils.data.Subset or __getitems__"
-    )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    number = as_whole(index)
+    if number is None:
+        raise InvalidValueError(
+            f"an index is a whole number, not {type(index).__name__}: {shown(index)}; for several samples"
+            " take torch.utils.data.Subset or __getitems__"
+        )
+    return number
 
 
 def length_of(data: Any) -> int:
@@ -219,4 +206,4 @@ class DatasetWrapper(Dataset[Any]):
         return self._data
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_shown(self._data)})"
+        return f"{type(self).__name__}({shown(self._data)})"

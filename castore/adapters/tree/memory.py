@@ -6,7 +6,6 @@ date moves. Each process has its own; nothing here is shared or written to disk.
 
 from __future__ import annotations
 
-import operator
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from castore.adapters.tree.packed_value import Packed, pack, ram_size, unpack
 from castore.adapters.tree.tally import Tally
 from castore.errors import InvalidValueError
 from castore.system.ram_cache import MemoryLRU
-from castore.units import NEVER, parse_flag, parse_size, parse_ttl
+from castore.units import NEVER, as_whole, parse_flag, parse_size, parse_ttl
 
 V = TypeVar("V")
 
@@ -59,11 +58,8 @@ def parse_bounds(size: int | str, size_name: str, most: int | str | None, most_n
                 f"{size_name}={size!r} and {most_name}={most!r} both bound bytes; give one of them"
             )
         return Bounds(None, parse_size(size))
-    try:
-        items = -1 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        items = -1
-    if items < 0:
+    items = as_whole(size)
+    if items is None or items < 0:
         raise InvalidValueError(
             f"{size_name} must be a number of items, or a text of bytes like '1GB', not {size!r}"
         )
