@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from castore.errors import (
     CastoreError,
@@ -226,8 +226,8 @@ class _Coming:
         self._lock = threading.Lock()
         self._futures: dict[Hashable, Future[None] | None] = {}
 
-    def claim(self, keys: Iterable[_K], waited: Iterable[_K]) -> tuple[list[Future[None]], list[_K]]:
-        """The futures of those keys that are waited for, and all keys that the caller must see to: nobody
+    def claim(self, keys: Iterable[_K], waited: Iterable[_K]) -> tuple[list[Future[None]], _Claimed[_K]]:
+        """The futures of those keys that are waited for, and the keys that the caller must see to: nobody
         else does.
         """
         with self._lock:
@@ -239,7 +239,7 @@ class _Coming:
                     future = self._futures[key] or Future()
                     self._futures[key] = future
                     found.append(future)
-        return found, mine
+        return found, _Claimed(self, mine)
 
     def has(self, key: Hashable) -> bool:
         """Whether the key's fetch is under way."""
@@ -255,6 +255,27 @@ class _Coming:
                 future.set_result(None)
             else:
                 future.set_exception(error)
+
+
+class _Claimed(Generic[_K]):
+    """Keys whose fetches one caller has begun. Each ends once: somebody may claim it again behind that.
+
+    Attributes:
+        keys: all of them, also those that have ended.
+    """
+
+    def __init__(self, coming: _Coming, keys: list[_K]) -> None:
+        self._coming = coming
+        self.keys = keys
+        self._lock = threading.Lock()
+        self._left = set(keys)
+
+    def end(self, keys: Iterable[_K], error: BaseException | None = None) -> None:
+        """Complete the futures of some of them that have not ended."""
+        with self._lock:
+            ended = self._left.intersection(keys)
+            self._left -= ended
+        self._coming.end(ended, error)
 
 
 class Fetcher:
@@ -327,9 +348,9 @@ class Fetcher:
         """Have pages in the store's cache. The answer comes when the first ones are there."""
         source = self._source(remote)
 
-        def begin(mine: list[bytes]) -> None:
-            for digest in mine:
-                self._network.submit(self._end, [digest], partial(self._fetch_page, source, digest))
+        def begin(mine: _Claimed[bytes]) -> None:
+            for digest in mine.keys:
+                self._network.submit(self._end, mine, [digest], partial(self._fetch_page, source, digest))
 
         _wait(self._begin(pages, pages[:first], begin))
 
@@ -382,22 +403,22 @@ class Fetcher:
                 by_remote[place.remote][digest] = _Wanted.at(place)
             for remote, wanted in by_remote.items():
                 _, mine = self._coming.claim(wanted, ())
-                own = {digest: wanted[digest] for digest in mine}
-                self._end(mine, partial(self._fetch_from, remote, own))  # whoever reads one gets its error
+                # Readers of one get its error.
+                self._end(mine, mine.keys, partial(self._fetch_from, remote, wanted, mine))
         finally:
             with self._lock:
                 self._groups_ahead -= 1
 
-    def _fetch_from(self, remote: str, wanted: dict[bytes, _Wanted]) -> None:
+    def _fetch_from(self, remote: str, wanted: dict[bytes, _Wanted], mine: _Claimed[bytes]) -> None:
         source = self._source(remote)
-        source.require(self._fetch_blobs, source, wanted)
+        source.require(self._fetch_blobs, source, wanted, mine)
 
     def _begin_blobs(
         self, source: _Source, wanted: dict[bytes, _Wanted], waited: list[bytes]
     ) -> list[Future[None]]:
-        def begin(mine: list[bytes]) -> None:
-            own = {digest: wanted[digest] for digest in mine}
-            self._work.submit(self._end, mine, partial(source.require, self._fetch_blobs, source, own))
+        def begin(mine: _Claimed[bytes]) -> None:
+            fetch = partial(source.require, self._fetch_blobs, source, wanted, mine)
+            self._work.submit(self._end, mine, mine.keys, fetch)
 
         return self._begin(wanted, waited, begin)
 
@@ -418,12 +439,13 @@ class Fetcher:
         found = self._parts.index.find_many(list(named))
         missing = [name for name in named if name not in found or not found[name].blob.is_here]
 
-        def begin(mine: list[str]) -> None:
+        def begin(mine: _Claimed[str]) -> None:
             # Nobody waits longer because of parts that are fetched ahead.
-            for names in (waited & set(mine), set(mine) - waited):
+            for names in (waited.intersection(mine.keys), {*mine.keys} - waited):
                 for near in _neighbours([named[name] for name in names]):
                     keys = [part.name(digest) for part in near]
-                    self._network.submit(self._end, keys, partial(self._fetch_parts, source, digest, near))
+                    fetch = partial(self._fetch_parts, source, digest, near, mine)
+                    self._network.submit(self._end, mine, keys, fetch)
 
         waited = set(list(named)[:first])
         _wait(self._begin(missing, waited, begin))
@@ -553,27 +575,27 @@ class Fetcher:
         )
 
     def _begin(
-        self, keys: Iterable[_K], waited: Iterable[_K], begin: Callable[[list[_K]], None]
+        self, keys: Iterable[_K], waited: Iterable[_K], begin: Callable[[_Claimed[_K]], None]
     ) -> list[Future[None]]:
         """Begin what nobody else has begun; returns the futures of some of it."""
         futures, mine = self._coming.claim(keys, waited)
-        if mine:
+        if mine.keys:
             begin(mine)
         return futures
 
-    def _end(self, keys: Sequence[Hashable], work: Callable[[], object]) -> None:
-        """Do some work, and complete the futures of the keys."""
+    def _end(self, mine: _Claimed[_K], keys: Sequence[_K], work: Callable[[], object]) -> None:
+        """Do some work, and complete the futures of those keys that have not ended meanwhile."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 (those who wait raise it)
-            self._coming.end(keys, error)
+            mine.end(keys, error)
         else:
-            self._coming.end(keys)
+            mine.end(keys)
 
     def _fetch_page(self, source: _Source, digest: bytes) -> None:
         source.require(source.pages.load, digest)
 
-    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, _Wanted]) -> None:
+    def _fetch_blobs(self, source: _Source, wanted: dict[bytes, _Wanted], mine: _Claimed[bytes]) -> None:
         batch: list[tuple[_Wanted, Staged]] = []
         size, limit = 0, _FIRST_BATCH
         is_there = False
@@ -584,11 +606,11 @@ class Fetcher:
             if isinstance(error, RemoteMissingError) and not is_there:
                 source.require_remote(error)
                 is_there = True  # a lost pack has a thousand blobs
-            self._coming.end([row.digest], error)
+            mine.end([row.digest], error)
 
         blobs = BlobFetcher(self._parts, source.bucket, self._network, tell_of_loss)
-        rows = {digest: each.row for digest, each in wanted.items()}
-        unread = {digest for digest, each in wanted.items() if not each.has_come}
+        rows = {digest: wanted[digest].row for digest in mine.keys}
+        unread = {digest for digest in mine.keys if not wanted[digest].has_come}
         try:
             with closing(blobs.staged([rows], left_to_readers=unread)) as coming:
                 for row, staged in coming:
@@ -597,7 +619,7 @@ class Fetcher:
                     if len(batch) >= limit or size >= _BATCH_BYTES:
                         ready, batch, size, limit = batch, [], 0, _BATCH
                         self._keep(ready)
-                        self._coming.end([staged.digest for _, staged in ready])
+                        mine.end([staged.digest for _, staged in ready])
             self._keep(batch)
         except BaseException:
             for _, staged in batch:
@@ -610,7 +632,7 @@ class Fetcher:
         ]
         self._commit(named, [staged for wanted, staged in batch if wanted.is_away])
 
-    def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part]) -> None:
+    def _fetch_parts(self, source: _Source, digest: bytes, parts: list[Part], mine: _Claimed[str]) -> None:
         key, start, end = object_key(digest, packed=False), parts[0].start, parts[-1].end
         data = source.require(source.bucket.get_range, key, start, end)
         view = memoryview(data)
@@ -620,7 +642,7 @@ class Fetcher:
             try:
                 _check_frames(stored, part, f"{source.bucket.url}/{key}")
             except CorruptError as error:  # of this part alone
-                self._coming.end([name], error)
+                mine.end([name], error)
                 continue
             coming.append((name, stored))
         stage = partial(self._parts.writer.stage, codec="none", level=None)
@@ -710,6 +732,7 @@ class _Server:
         self._lock = threading.Lock()
         self._active = 0
         self._until = time.monotonic() + IDLE_SECONDS
+        self._is_closing = False  # after a denial: it ends as soon as the reader has the answer
         self._is_refused = threading.Event()
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -745,10 +768,13 @@ class _Server:
 
     def _stop_listening(self) -> None:
         """Have nobody connect any more: whoever asks next may have other credentials in the environment."""
+        self._is_closing = True
         self._path.unlink(missing_ok=True)
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def _is_over(self) -> bool:
+        if self._is_closing:  # newer kernels give a timeout for a socket that was shut down
+            return self._is_refused.is_set()
         with suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 with self._lock:
@@ -757,7 +783,7 @@ class _Server:
         return True
 
     def _answer(self, connection: socket.socket) -> None:
-        idle = IDLE_SECONDS
+        idle, is_refused = IDLE_SECONDS, False
         try:
             with connection:
                 request = receive(connection)
@@ -776,10 +802,11 @@ class _Server:
                 else:
                     with suppress(BrokenPipeError, ConnectionResetError):  # the reader is gone
                         send(connection, answer)
-            self._fetcher.flush()
+            with suppress(sqlite3.Error):  # the next reader learns of it
+                self._fetcher.flush()
+        finally:
             if is_refused:
                 self._is_refused.set()
-        finally:
             with self._lock:
                 self._active -= 1
                 self._until = time.monotonic() + idle
