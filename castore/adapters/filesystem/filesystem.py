@@ -454,12 +454,16 @@ class CastoreFileSystem(AbstractFileSystem, metaclass=_StoreResolver):  # type: 
                 self._check_is_file(path)
                 with ReadFile(self, path) as file:
                     for place in places:
-                        results[place] = _read_range(file, all_starts[place], all_ends[place])
+                        try:
+                            results[place] = _read_range(file, all_starts[place], all_ends[place])
+                        except Exception as error:  # a damaged frame is no error of the other ranges
+                            if on_error != "return":
+                                raise
+                            results[place] = error
             except Exception as error:
                 if on_error != "return":
                     raise
-                for place in places:
-                    results[place] = error
+                results = [error if place in places else one for place, one in enumerate(results)]
         return results
 
     # Writing

@@ -265,6 +265,16 @@ def test_the_first_read_of_a_whole_damaged_file_is_an_error_and_no_missing_file(
     assert caught.value.errno == errno.EIO
 
 
+def test_a_damaged_frame_is_no_error_of_the_other_ranges(fs: CastoreFileSystem) -> None:
+    data = noise(5 * FRAME_SIZE)
+    fs.store.put("d/a", data)
+    damage(fs, "d/a")  # in the third of five frames
+    starts = [0, 2 * FRAME_SIZE, 4 * FRAME_SIZE]
+    first, damaged, last = fs.cat_ranges(["d/a"] * 3, starts, [start + 100 for start in starts])
+    assert (first, last) == (data[:100], data[4 * FRAME_SIZE :][:100])
+    assert isinstance(damaged, CorruptError)
+
+
 @pytest.mark.parametrize("found_by", ["verify", "reader", "gone"])
 def test_a_damaged_file_is_listed_and_each_read_of_it_is_an_error(
     fs: CastoreFileSystem, found_by: str
