@@ -75,7 +75,7 @@ _MOST = 4
 _BETWEEN_FINGERPRINTS = 20
 _DIGEST = 16
 # Counts in keys.
-_VERSION = 2
+_VERSION = 3
 
 
 class Block(NamedTuple):
@@ -290,7 +290,7 @@ class Pass:
         began = time.perf_counter()
         output = self._function(*arguments, **keywords)
         seconds = time.perf_counter() - began
-        [record] = self._records(before, arguments, output, [(output, arguments)])
+        [record] = self._records(before, arguments, output, [(output, before.held)])
         self._end(slot, record, seconds)
         return output
 
@@ -305,7 +305,7 @@ class Pass:
         began = time.perf_counter()
         output = await self._function(*arguments, **keywords)
         seconds = time.perf_counter() - began
-        [record] = self._records(before, arguments, output, [(output, arguments)])
+        [record] = self._records(before, arguments, output, [(output, before.held)])
         self._end(slot, record, seconds)
         return output
 
@@ -459,8 +459,8 @@ class Pass:
     def _records(
         self, before: Before, arguments: Sequence[Any], output: Any, pieces: list[tuple[Any, Sequence[Any]]]
     ) -> list[bytes | None]:
-        """The pieces of a result, with the arguments of each, as bytes; None, with a warning, where they
-        cannot be kept.
+        """The pieces of a result, with the arguments of each before the call, as bytes; None, with a warning,
+        where they cannot be kept.
         """
         try:
             if before.is_overwritten_in(output):

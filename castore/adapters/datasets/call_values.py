@@ -80,7 +80,7 @@ def dump_result(output: Any, arguments: Sequence[Any], *, is_argument: bool) -> 
 
     Args:
         output: the value; a mapping counts by its items.
-        arguments: of the call.
+        arguments: of the call, as they were before it.
         is_argument: whether the value is the function's first argument, which it changed.
 
     Raises:
@@ -125,7 +125,7 @@ class Before(NamedTuple):
 
     Attributes:
         packed: their bytes.
-        held: the same values, in containers of their own.
+        held: the same values, in containers of their own; empty where nothing can be changed in place.
     """
 
     packed: Packed

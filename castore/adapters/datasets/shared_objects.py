@@ -31,7 +31,8 @@ def find_shared(output: Any, arguments: Sequence[Any]) -> list[Shared]:
 
     Args:
         output: the result.
-        arguments: of the call, which has changed none of the columns that are not in the result.
+        arguments: of the call, as they were before it, for the function may have put other columns there. The
+            call has changed none of the columns that are not in the result.
 
     Raises:
         SerializationError: such a place is in a tuple, or behind a key that is no text and no number.

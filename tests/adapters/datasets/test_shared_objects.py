@@ -71,6 +71,26 @@ def one_for_all(batch: Row) -> Row:
     return {"labels": [[0, 1]] * len(batch["text"])}
 
 
+def replaces_a_column(row: Row) -> Row:
+    row["ids"] = [number + 10 for number in row["ids"]]
+    return {"labels": row["ids"], "same": row["ids"]}
+
+
+def replaces_it_in_batches(batch: Row) -> Row:
+    batch["ids"] = [[number + 10 for number in ids] for ids in batch["ids"]]
+    return {"labels": batch["ids"]}
+
+
+def adds_a_column(row: Row) -> Row:
+    row["made"] = [len(row["text"])]
+    return {"labels": row["made"]}
+
+
+def keeps_what_it_replaces(row: Row) -> Row:
+    before, row["ids"] = row["ids"], [1]
+    return {"labels": before}
+
+
 CASES: dict[str, tuple[Callable[..., Row], dict[str, Any]]] = {
     "two names": (two_names, {}),
     "two names in batches": (two_names_in_batches, {"batched": True, "batch_size": 2}),
@@ -84,6 +104,11 @@ CASES: dict[str, tuple[Callable[..., Row], dict[str, Any]]] = {
     "renames in the row": (renames_in_the_row, {}),
     "renames in the batch": (renames_in_batches, {"batched": True, "batch_size": 4}),
     "renames what it changes": (renames_what_it_changes, {}),
+    "replaces a column": (replaces_a_column, {}),
+    "replaces it in batches": (replaces_it_in_batches, {"batched": True, "batch_size": 2}),
+    "replaces it, by rows": (replaces_it_in_batches, {"batched": True, "rowwise": True, "batch_size": 2}),
+    "adds a column": (adds_a_column, {}),
+    "keeps what it replaces": (keeps_what_it_replaces, {}),
     "one for all": (one_for_all, {"batched": True, "batch_size": 3}),
 }
 
