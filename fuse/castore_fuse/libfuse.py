@@ -116,7 +116,6 @@ class Libfuse(NamedTuple):
     session_mount: Callable[..., int]
     session_unmount: Callable[..., None]
     session_destroy: Callable[..., None]
-    session_fd: Callable[..., int]
     session_receive_buf: Callable[..., int]
     session_process_buf: Callable[..., None]
     notify_inval_entry: Callable[..., int]
@@ -188,7 +187,6 @@ def _declare(waiting: ctypes.CDLL, quick: ctypes.PyDLL, mfusepy: Any) -> Libfuse
         session_mount=function(waiting, "fuse_session_mount", c_int, session, c_char_p),
         session_unmount=function(waiting, "fuse_session_unmount", None, session),
         session_destroy=function(waiting, "fuse_session_destroy", None, session),
-        session_fd=function(waiting, "fuse_session_fd", c_int, session),
         session_receive_buf=function(waiting, "fuse_session_receive_buf", c_int, session, buf),
         session_process_buf=function(quick, "fuse_session_process_buf", None, session, buf),
         notify_inval_entry=function(
