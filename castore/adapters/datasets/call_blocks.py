@@ -525,8 +525,8 @@ class Pass:
                 self._kept.warn(
                     "changed",
                     f"some results of {self._kept.title!r} are not kept, and it runs again for these rows: a "
-                    "value that it refers to changed meanwhile; where results depend on it, as on the rows seen "
-                    "so far, they cannot be kept; a value that is only loaded late belongs under "
+                    "value that it refers to changed meanwhile; where results depend on it, as on the rows "
+                    "seen so far, they cannot be kept; a value that is only loaded late belongs under "
                     "functools.cache, or is left out with __getstate__",
                 )
             block.slots.clear()  # they refer to the block: results would stay until Python collects cycles
