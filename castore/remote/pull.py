@@ -75,6 +75,7 @@ class _Plan:
         agreed: rows of names that are equal.
         new_agreed: of these, the names that the base has otherwise or not.
         dropped: names of the store that the ref has lost, and that its files or folders take the place of.
+        left_out: names that would have been replaced, and that were put since the pull began.
         is_all: whether the next base is the commit's tree: nothing of the one before it has to be kept.
         has_rows: whether anything is to be taken.
     """
@@ -85,6 +86,7 @@ class _Plan:
         self.agreed: list[Row] = []
         self.new_agreed: list[str] = []
         self.dropped: dict[str, Content] = {}
+        self.left_out: set[str] = set()
         self.is_all, self.has_rows = is_all, False
         self.added = self.changed = self.unchanged = self.expired = 0
         self._coming: Iterator[tuple[str, Row]] = iter(())
@@ -166,6 +168,7 @@ def pull(
     prefix: str,
     below: str,
     replace: bool,
+    began: float,
     lazy: str | None,
     base: Base,
     require_remote: Callable[[], object],
@@ -181,6 +184,7 @@ def pull(
             that pages which have changed are few.
         below: a folder that the names come below, "" for none.
         replace: take the commit's bytes for names that changed here, too.
+        began: when the caller asked for the pull. Names that were put since stay, with ``replace`` too.
         lazy: the remote's name in this store, to bring names alone, whose bytes come when they are read. None
             brings the bytes, too.
         base: of the ref; the next one is kept there.
@@ -208,13 +212,14 @@ def pull(
     before = base.tree(bucket, newest, parts, pages)
     if lazy is None:
         _check_budget(parts, tree, prefix, ref)
-    plan = _plan(parts, bucket, tree, before, prefix, below, replace, ref)
+    plan = _plan(parts, bucket, tree, before, prefix, below, began if replace else None, ref)
     if prefix and not (plan.has_rows or plan.unchanged):
         living = " that has not expired" if plan.expired else ""
         raise RemoteMissingError(f"ref {ref!r} has no name at or below {prefix!r}{living}")
     if plan.has_rows or plan.new_agreed:
         base.begin_pull(tree.root, prefix, plan.new_agreed)
     naming = _Naming(parts, base, plan.before)
+    naming.left_out |= plan.left_out
     removed = naming.drop(plan.dropped)
     fetched, lost = 0, _Lost()
     if lazy is None:
@@ -262,10 +267,14 @@ def _plan(
     base: Tree | None,
     prefix: str,
     below: str,
-    replace: bool,
+    replaces: float | None,
     ref: str,
 ) -> _Plan:
-    """The names that the commit has changed since ``base``, and that the store has not."""
+    """The names that the commit has changed since ``base``, and that the store has not.
+
+    Args:
+        replaces: names that the store has changed before that time are replaced as well; None for no names.
+    """
     start, now, plan = f"{below}/" if below else "", time.time(), _Plan(not prefix)
     ours = parts.index.entries(start + prefix if prefix else below, now, damaged=False)
     first = next(ours, None)
@@ -279,12 +288,12 @@ def _plan(
         return plan
     ours = ours if first is None else chain((first,), ours)
     rows, nested = _changed_rows(
-        plan, compare(ours, tree, base, prefix, below), now, bool(below), replace, ref
+        plan, compare(ours, tree, base, prefix, below), now, bool(below), replaces, ref
     )
     for _, row in rows:
         refuse_pickle(row, bucket)
     plan.give(iter(rows), len(rows), sum(row.place.stored for _, row in rows))
-    plan.dropped = _make_way(parts, nested, tree, base, len(start), replace, ref)
+    plan.dropped = _make_way(parts, nested, tree, base, len(start), replaces, ref)
     return plan
 
 
@@ -302,7 +311,7 @@ def _new_rows(
 
 
 def _changed_rows(
-    plan: _Plan, sides: Iterable[Compared], now: float, is_below: bool, replace: bool, ref: str
+    plan: _Plan, sides: Iterable[Compared], now: float, is_below: bool, replaces: float | None, ref: str
 ) -> tuple[list[tuple[str, Row]], list[tuple[str, str]]]:
     """The rows for a store that has some names, and the pairs for `_make_way`.
 
@@ -329,7 +338,10 @@ def _changed_rows(
             plan.added += 1
             continue
         difference = compared.difference
-        if difference is Difference.THEIRS or (replace and difference is not Difference.NONE):
+        is_replaced = replaces is not None and difference not in (Difference.THEIRS, Difference.NONE)
+        if is_replaced and entry.created >= (replaces or 0.0):
+            plan.left_out.add(name)
+        elif difference is Difference.THEIRS or is_replaced:
             rows.append((name, row))
             plan.before[name] = content_of(entry)
             plan.changed += 1
@@ -356,7 +368,7 @@ def _make_way(
     tree: Tree,
     base: Tree | None,
     skip: int,
-    replace: bool,
+    replaces: float | None,
     ref: str,
 ) -> dict[str, Content]:
     """The names of the store that go, because the ref has files in the place of their folders, or folders in
@@ -376,7 +388,8 @@ def _make_way(
         if entry is None or (row is not None and (row.expires is None or row.expires > time.time())):
             continue
         before = None if base is None else base.find(name[skip:])
-        if replace or Compared(name, entry, None, before).difference is Difference.THEIRS:
+        is_older = replaces is not None and entry.created < replaces
+        if is_older or Compared(name, entry, None, before).difference is Difference.THEIRS:
             dropped[name] = content_of(entry)
         else:
             own.append(name)

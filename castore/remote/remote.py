@@ -254,7 +254,7 @@ class Remote:
         arguments: dict[str, Any] = {
             "ref": check_ref(ref), "start": _check_commit(commit), "prefix": check_prefix(prefix),
             "below": check_prefix(below, "folder"), "replace": replace, "lazy": lazy, "remote": self.name,
-            "is_first": commit is None and ref not in known.refs(self.name),
+            "is_first": commit is None and ref not in known.refs(self.name), "began": time.time(),
         }  # fmt: skip
         self._parts.index.require_writable()
         return arguments

@@ -5,6 +5,7 @@ which is started once, when the first test asks for it.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,13 +58,13 @@ class Node:
 
     def pull(
         self, prefix: str = "", *, ref: str = "main", start: str | None = None, below: str = "",
-        replace: bool = False, lazy: str | None = None,
+        replace: bool = False, lazy: str | None = None, began: float | None = None,
     ) -> Pulled:  # fmt: skip
         return pull(
             self.store.parts, self.bucket, self.pages, self._pool, ref=ref, start=start,
             hint=None if start or ref in self.remotes.refs("team") else lambda: self._hint(ref),
             prefix=prefix, below=below, replace=replace, lazy=lazy,
-            base=Base(self.remotes, "team", ref, below),
+            began=time.time() if began is None else began, base=Base(self.remotes, "team", ref, below),
             require_remote=lambda: None, progress=lambda *bytes_: self.seen.append(bytes_),
         )  # fmt: skip
 

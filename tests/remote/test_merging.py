@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,6 +257,25 @@ def test_what_is_changed_while_it_is_pulled_stays_and_is_told(
         two.pull()
     assert told.value.names == ("changed", "described", "new", "same bytes")
     assert two.pull(replace=True).changed == 4
+
+
+def test_what_was_put_between_the_call_and_the_first_look_at_the_store_stays(node: MakeNode) -> None:
+    """Regression: a pull in the background replaced what was put before its process had read the names."""
+    one, two = node("one"), node("two")
+    one.store.put_many([("a", b"1"), ("b", b"1"), ("d/x", b"1"), ("e", b"1")])
+    one.push()
+    two.store.put_many([("b", b"older"), ("c", b"older")])
+    began = time.time()
+    two.store.put_many([("a", b"mine"), ("d", b"mine")])
+    with pytest.raises(NameConflictError, match="'d/x' would lie inside 'd'"):
+        two.pull(replace=True, began=began)
+    two.store.delete("d")
+    with pytest.raises(ConflictError, match="changed here while ref 'main' was pulled") as told:
+        two.pull(replace=True, began=began)
+    assert told.value.names == ("a",)
+    assert two.contents() == {"a": b"mine", "b": b"1", "c": b"older", "d/x": b"1", "e": b"1"}
+    assert two.pull(replace=True).changed == 1
+    assert two.contents()["a"] == b"1"
 
 
 def test_a_name_that_a_killed_pull_had_not_brought_yet_is_an_edit_when_it_is_put_back(node: MakeNode) -> None:
