@@ -3,8 +3,9 @@
 watchdog delivers inotify events. Events come late, twice, or not at all, so only their paths count, not their
 kinds. Each path waits until it has had no event for the settling time.
 
-Memory is bounded: past `LIMIT` waiting paths, or when the inotify queue overflows, `overflowed` asks for a
-full scan.
+Memory is bounded: past `LIMIT` waiting paths, or when the inotify queue overflows, `missed` asks for a full
+scan. So it does when two folders have changed places in one step, which watchdog takes for two moves: then it
+has both under the wrong name, and is started anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import errno
 import importlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from watchdog.events import FileSystemEvent
 
 LIMIT = 100_000
+# Seconds in which the second half of an exchange comes.
+_EXCHANGE_SECONDS = 1.0
+_FEW_MOVES = 1000
+_OVERFLOW = "the queue of events overflowed"
 _IN_DELETE_SELF = 0x400
 _IN_Q_OVERFLOW = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,6 +49,9 @@ class EventQueue(logging.Handler):
         root: the folder.
         settle: seconds of quiet after which a path is due.
         is_relevant: whether a path is of interest.
+
+    Attributes:
+        missed: why events may have been missed, "" if none were; `clear` forgets it.
     """
 
     def __init__(self, root: str, settle: float, is_relevant: Callable[[str], bool]) -> None:
@@ -54,10 +63,12 @@ class EventQueue(logging.Handler):
         self._due: dict[str, float] = {}
         self._observer: Any = None
         self._new_folders = False
-        self.overflowed = False
+        self._moved: dict[tuple[str, str], float] = {}  # folders: when each went from where to where
+        self._is_astray = False  # watchdog has folders under wrong names
+        self.missed = ""
 
     def start(self) -> None:
-        """Start to watch. Events from after the return are not missed, unless `overflowed` is set.
+        """Start to watch. Events from after the return are not missed, unless `missed` is set.
 
         Raises:
             WatchError: inotify's limits are reached.
@@ -94,17 +105,29 @@ class EventQueue(logging.Handler):
         """End watching."""
         logging.getLogger("watchdog").removeHandler(self)
         if self._observer is not None and self._observer.is_alive():
+            _untangle(self._observer)
             self._observer.stop()
             self._observer.join()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Read watchdog's log for dropped events."""
         if "overflow" in record.getMessage():
-            self.overflowed = True
+            self.missed = _OVERFLOW
 
     def _on_event(self, event: FileSystemEvent) -> None:
         self._new_folders |= event.is_directory
-        self._put([os.fsdecode(path) for path in (event.src_path, event.dest_path) if path], self._settle)
+        paths = [os.fsdecode(path) for path in (event.src_path, event.dest_path) if path]
+        if event.is_directory and len(paths) == 2:
+            self._note_move(*paths)
+        self._put(paths, self._settle)
+
+    def _note_move(self, source: str, target: str) -> None:
+        now = time.monotonic()
+        if now - self._moved.get((target, source), -math.inf) < _EXCHANGE_SECONDS:
+            self._is_astray, self.missed = True, "two folders have changed places"
+        if len(self._moved) > _FEW_MOVES:
+            self._moved.clear()
+        self._moved[source, target] = now
 
     def put(self, path: str, seconds: float) -> None:
         """Make a path due in ``seconds``. For a path that waits already, the time starts again."""
@@ -117,7 +140,7 @@ class EventQueue(logging.Handler):
             self._due.update(dict.fromkeys(relevant, time.monotonic() + seconds))
             if len(self._due) > LIMIT:
                 self._due.clear()
-                self.overflowed = True
+                self.missed = _OVERFLOW
 
     def take(self) -> list[str]:
         """Remove and return the paths that are due.
@@ -139,10 +162,19 @@ class EventQueue(logging.Handler):
         return due
 
     def clear(self) -> None:
-        """Forget all waiting paths before a full scan. Later events are collected as usual."""
+        """Forget all waiting paths before a full scan. Later events are collected as usual.
+
+        Raises:
+            WatchError: as `start`.
+        """
+        if self._is_astray:
+            self.stop()
+            self._is_astray = False
+            self._moved.clear()
+            self.start()
         with self._guard:
             self._due.clear()
-            self.overflowed = False
+            self.missed = ""
 
     def check_limits(self) -> None:
         """Ask the kernel for one more watch. watchdog silently skips folders that it cannot watch.
@@ -158,6 +190,17 @@ class EventQueue(logging.Handler):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         finally:
             os.close(fd)
+
+
+def _untangle(observer: Any) -> None:
+    """Give each watch of watchdog 7 a path of its own: where two had one, stopping ends with a KeyError."""
+    for emitter in observer.emitters:
+        group = getattr(emitter, "_inotify", None)
+        paths = getattr(group, "_active_callbacks_by_watch", None)
+        if group is not None and paths is not None:
+            with group._lock:
+                paths.update({watch: b"%d" % watch for watch in paths})
+                group._active_callbacks_by_path = {path: watch for watch, path in paths.items()}
 
 
 def _limit_error(error: OSError, root: str) -> WatchError:

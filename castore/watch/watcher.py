@@ -107,8 +107,8 @@ class Watcher:
         if not self._folder.exists():
             raise WatchError(f"{self._folder.root} is gone; nothing was dropped")
         self._require_store()
-        if self._events.overflowed:
-            self._report(Event("rescan", reason="the queue of events overflowed"))
+        if self._events.missed:
+            self._report(Event("rescan", reason=self._events.missed))
             self._scan_all()
             # One more scan later: watchdog adds its watches again, and misses events meanwhile.
             self._rescan_at = time.monotonic() + _RETRY

@@ -299,16 +299,17 @@ def _another_size(file: File, size: int) -> CorruptError:
 def _page(folder: str, rows: list[FileRow], skip: int) -> tuple[Page, str]:
     """The page that begins with those rows, and the name at which the next query begins.
 
-    The first ``skip`` characters of each name are those of the folder.
+    The first ``skip`` characters of each name are those of the folder. A name ``PREFIX/.castore`` is not in
+    the listing of a mount of that prefix, whose own folder stands there.
     """
     parts = [row[0][skip:] for row in rows]
-    if not parts or _are_parts(parts):
+    if not parts or (_are_parts(parts) and (folder or RESERVED not in parts)):
         return Page(parts, rows, None), rows[-1][0] + "\0" if rows else ""
     good, low = Page([], [], None), ""
     for row, path in zip(rows, parts, strict=True):
         part, slash, _ = path.partition("/")
         low = row[0] + "\0"
-        if not _are_parts([part]):
+        if not _are_parts([part]) or (not folder and part == RESERVED):
             continue  # one bad row must not break the listing
         good.parts.append(part)
         if slash:

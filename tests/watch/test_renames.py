@@ -12,6 +12,7 @@ import pytest
 
 from castore import Store
 from castore.names import LINKS
+from castore.system.exchange import exchange
 from castore.watch.folder import is_temporary
 from tests.mount.conftest import until
 from tests.watch.conftest import Watch, make_file, names, replace_files, run
@@ -347,3 +348,24 @@ def test_rm_of_an_entry_lets_go_of_its_links_bytes(
     assert run(store.path, "rm", "-r", "in").returncode == 0
     assert held(store) == set()
     assert store.gc(grace=0).blobs == 2
+
+
+def test_folders_that_change_places_in_one_step_are_watched_on(folder: Path, watch: Watch) -> None:
+    """Regression: watchdog had both under the wrong names, so changes in them were missed for an hour, and
+    SIGTERM ended with a KeyError.
+    """
+    for name in ("a/x", "b/y", "b/deep/z"):
+        make_file(folder, name, name.encode())
+    watching = watch("--mirror")
+    exchange(folder / "a", folder / "b")
+    watching.until("rescan")
+    for event, name in (("added", "in/b/x"), ("added", "in/a/deep/z"), ("dropped", "in/b/y")):
+        watching.until(event, name)
+    (folder / "b" / "x").write_bytes(b"other bytes")
+    watching.until("changed", "in/b/x")
+    make_file(folder, "a/deep/new", b"new")
+    watching.until("added", "in/a/deep/new")
+    (folder / "a" / "y").unlink()
+    watching.until("dropped", "in/a/y")
+    exchange(folder / "a", folder / "b")
+    assert watching.end() == 0
