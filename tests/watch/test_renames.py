@@ -357,6 +357,8 @@ def test_folders_that_change_places_in_one_step_are_watched_on(folder: Path, wat
     for name in ("a/x", "b/y", "b/deep/z"):
         make_file(folder, name, name.encode())
     watching = watch("--mirror")
+    for name in ("a/x", "b/y", "b/deep/z"):
+        watching.until("added", f"in/{name}")
     exchange(folder / "a", folder / "b")
     watching.until("rescan")
     for event, name in (("added", "in/b/x"), ("added", "in/a/deep/z"), ("dropped", "in/b/y")):
