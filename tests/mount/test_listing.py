@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from pathlib import Path
 
 import pytest
 
+import castore_fuse
 from castore import Store
 from castore_fuse.operations import Operations
 from castore_fuse.view import File, Folder, View
@@ -76,3 +78,17 @@ def test_folders_of_the_root_are_all_listed(tmp_path: Path) -> None:
         items = dict(View(store).listing(""))
         assert len(items) == 301
         assert items["007"] == Folder("007")
+
+
+@pytest.mark.parametrize("name", [".castore", ".castore/x", ".castore/links/x"])
+def test_a_name_in_the_place_of_the_mounts_own_folder_hides_nothing(store: Store, name: str) -> None:
+    """Regression: an entry `PREFIX/.castore` was listed, and the kernel took it for the links' folder."""
+    store.put(f"q/{name}", b"somebody's")
+    store.put_many([("q/a", b"1"), ("q/z", b"2")])
+    with castore_fuse.mounted(store, prefix="q") as root:
+        assert sorted(os.listdir(root)) == ["a", "z"]
+        assert [entry.name for entry in os.scandir(root) if entry.is_file()] == ["a", "z"]
+        assert (root / ".castore" / "stat.json").read_bytes().startswith(b"{")
+        assert sorted(os.listdir(root)) == ["a", "z"]
+    with castore_fuse.mounted(store) as root:
+        assert (root / "q" / name).read_bytes() == b"somebody's"
