@@ -94,8 +94,10 @@ class LinkCensus:
             self._due = time.monotonic() + max(_LOOK_SECONDS, _SHARE * took)
 
     def release_now(self, names: Iterable[str]) -> None:
-        """Let go of those of some held entries to which no link leads. Nobody else renames links now."""
-        self._missed = dict.fromkeys(names, 0.0)
+        """Let go of those of some held entries, and of all suspects, to which no link leads. Nobody else
+        renames links now.
+        """
+        self._missed = dict.fromkeys([*self._missed, *names], 0.0)
         link_registry.release(self._store, [*self._find().values()], self._folder)
         self._missed = {}
 

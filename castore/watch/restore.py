@@ -54,7 +54,10 @@ def restore_all(
         else:
             restored.add(held.name)
             report(Event("restored", path, name, held.size))
-    LinkCensus(store, folder).release_now(restored)
+    census = LinkCensus(store, folder)
+    # Links that were removed just before the watcher ended, or restored by a restore that was killed.
+    census.suspect_all()
+    census.release_now(restored)
 
 
 def _unbind(store: Store, name: str, path: str) -> None:

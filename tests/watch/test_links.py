@@ -144,6 +144,28 @@ def test_restore_puts_the_files_back_without_a_mount(
     assert [one.name for one in folder.iterdir()] == ["a.bin"]
 
 
+def test_restore_lets_go_of_links_that_went_when_nobody_watched(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    """Regression: `castore doctor` raised an alarm for ever, and their bytes stayed pinned."""
+    for name in ("stays", "removed", "replaced"):
+        make_file(folder, name, name.encode() * 1000)
+    watching = watch("--replace")
+    for name in ("stays", "removed", "replaced"):
+        watching.until("replaced", f"in/{name}")
+    watching.end()
+    (folder / "removed").unlink()
+    (folder / "new").write_bytes(b"new")
+    (folder / "new").rename(folder / "replaced")
+    assert len([*link_registry.all_held(store, str(folder))]) == 3
+    ran = run(store.path, "watch", folder, "--as", "in", "--restore")
+    assert (ran.returncode, ran.stdout.splitlines()[0]) == (0, "restored in/stays (5 KB)")
+    assert [*link_registry.all_held(store, str(folder))] == []
+    assert run(store.path, "doctor").returncode == 0
+    assert (folder / "stays").read_bytes() == b"stays" * 1000
+    assert (folder / "replaced").read_bytes() == b"new"
+
+
 def test_restore_leaves_the_link_when_the_disk_is_too_full(
     store: Store, folder: Path, tmp_path: Path
 ) -> None:
