@@ -53,8 +53,14 @@ class Listing:
         self._dots = dots
         self._pieces: list[_Piece] = []
         self._firsts: list[int] = []
+        self._age: int | None = None  # of the look-ups when the first page was read
         self._failure: OSError | None = None
         self._lock = threading.Lock()
+
+    def is_outdated(self) -> bool:
+        """Whether names have changed since its first page was read."""
+        with self._lock:
+            return self._age is not None and self._age != self._lookups.age
 
     def packed(self, start: int) -> Iterator[bytes]:
         """The lines from number ``start`` on, each a `struct fuse_dirent`."""
@@ -81,6 +87,7 @@ class Listing:
         with self._lock:
             while number >= len(self._pieces):
                 age = self._lookups.age
+                self._age = age if self._age is None else self._age
                 if self._failure is not None:  # a generator that has failed would seem to be at its end
                     raise self._failure
                 try:

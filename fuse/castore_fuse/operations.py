@@ -221,8 +221,18 @@ class Operations(LowLevel):
         if not isinstance(item, Folder):
             raise NotADirectoryError(errno.ENOTDIR, "is a file")
         number = next(self._numbers)
-        self._listings[number] = Listing(self._pages(item), self.lookups, _DOTS)
+        self._listings[number] = self._new_listing(item)
         return OpenReply(number)
+
+    def _new_listing(self, folder: Folder) -> Listing:
+        return Listing(self._pages(folder), self.lookups, _DOTS)
+
+    def _listing(self, node: int, handle: int, offset: int) -> Listing:
+        """The listing of an open folder; a new one for a program that begins again behind a change."""
+        listing, item = self._listings[handle], self.nodes[node].item
+        if not offset and isinstance(item, Folder) and listing.is_outdated():
+            listing = self._listings[handle] = self._new_listing(item)
+        return listing
 
     def _pages(self, folder: Folder) -> Iterator[Page]:
         try:
@@ -239,13 +249,13 @@ class Operations(LowLevel):
             for at, name, item in self._dots(node, offset)
             for line in pack_direntries([name], [item.inode], stat.S_IFDIR, at)
         ]
-        return itertools.chain(dots, self._listings[handle].packed(max(0, offset - _DOTS)))
+        return itertools.chain(dots, self._listing(node, handle, offset).packed(max(0, offset - _DOTS)))
 
     def readdirplus(self, node: int, handle: int, offset: int) -> Iterable[DirEntryPlus]:
         refer, reply, lookups = self.nodes.refer, self._reply, self.lookups
         for at, name, item in self._dots(node, offset):
             yield DirEntryPlus(name, at, EntryReply(0, self._attr(item), 0.0, 0.0))
-        lines = self._listings[handle].lines(max(0, offset - _DOTS))
+        lines = self._listing(node, handle, offset).lines(max(0, offset - _DOTS))
         lookups.begin()
         try:
             now = lookups.age

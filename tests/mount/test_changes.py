@@ -131,6 +131,24 @@ def test_modification_time_is_when_the_name_was_pointed_there(live: Path, store:
     until(lambda: (live / "name").stat().st_mtime > first)
 
 
+def test_a_folder_that_is_held_open_lists_what_is_there_when_it_is_read_again(
+    live: Path, store: Store
+) -> None:
+    store.put("a/one", b"1")
+    for folder, first, then in ((live / "a", ["one"], ["two"]), (live, ["a"], ["a", "b"])):
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            until(lambda held=held, first=first: sorted(os.listdir(held)) == first)  # type: ignore[misc]
+            if folder == live:
+                store.put("b", b"2")
+            else:
+                store.put("a/two", b"2")
+                store.delete("a/one")
+            until(lambda held=held, then=then: sorted(os.listdir(held)) == then)  # type: ignore[misc]
+        finally:
+            os.close(held)
+
+
 def test_deleted_name_goes_and_its_open_file_stays(live: Path, store: Store) -> None:
     data = mixed(2 * FRAME_SIZE)
     store.put("a/gone", data)

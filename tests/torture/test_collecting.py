@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -84,7 +85,7 @@ class Cast:
             pull(
                 self.reader.parts, bucket, self._pages(self.reader, bucket), Inline(), ref=ref, start=None,
                 hint=partial(_hint, bucket, ref) if world.chance.random() < 0.5 else None, prefix="",
-                below="", replace=True, lazy=None, base=self._base(world, -1, ref),
+                below="", replace=True, began=math.inf, lazy=None, base=self._base(world, -1, ref),
                 require_remote=lambda: None, progress=lambda *bytes_: None,
             )  # fmt: skip
 
