@@ -10,6 +10,7 @@ from __future__ import annotations
 import binascii
 import json
 import math
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -28,6 +29,8 @@ _LONGEST = 1 << 20
 _LARGEST = 1 << 62
 # Bytes of a commit and of a page that a ref carries at most. The root of a million names has some 30,000.
 _CARRIED = 48 << 10
+# A version of a ref in a folder.
+_OF_FOLDER = re.compile("[^~]+~/[0-9]{8,}")
 _CARRIED_KEYS = ("commit_bytes", "root_bytes")
 
 
@@ -150,9 +153,21 @@ def read_ref(bucket: Bucket, ref: str) -> Ref | None:
 
 
 def list_refs(bucket: Bucket) -> list[str]:
-    """The names of all refs, sorted. Files that others have put beside the refs are passed over."""
-    names = (listed.key.removeprefix(REFS) for listed in bucket.listing(REFS))
-    return sorted(name for name in names if is_ref(name))
+    """The names of all refs, sorted. Files that others have put beside the refs are passed over.
+
+    Raises:
+        RemoteError: a remote in a folder was copied here, where its refs are not found under their names.
+    """
+    names = [listed.key.removeprefix(REFS) for listed in bucket.listing(REFS)]
+    refs = sorted(name for name in names if is_ref(name))
+    of_folder = sorted(name for name in names if _OF_FOLDER.fullmatch(name))
+    if of_folder and not refs:
+        ref = of_folder[-1].rpartition("~")[0]
+        raise RemoteError(
+            f"{bucket.url} has refs as a folder has them, since somebody copied it from one: copy the highest"
+            f" number of each to its name, as {REFS}{of_folder[-1]} to {REFS}{ref}"
+        )
+    return refs
 
 
 def move_ref(
@@ -186,6 +201,7 @@ def move_ref(
     data = json.dumps(fields, separators=(",", ":")).encode()
     try:
         if seen is None:
+            list_refs(bucket)  # else a copy of a remote in a folder would get a second history
             moved = bucket.create(ref_key(ref), data)
         else:
             moved = bucket.replace(ref_key(ref), data, seen.version)
@@ -250,7 +266,7 @@ def _carried(fields: dict[str, Any]) -> tuple[bytes, bytes] | None:
 def _damaged_ref(ref: str, bucket: Bucket, why: str) -> RemoteError:
     return RemoteError(
         f"ref {ref!r} in {bucket.url} is damaged ({why}); bring back an older version of {ref_key(ref)}"
-        " (docs/remote.md), or push to another ref"
+        " (docs/remote.md), or push to another ref; if no castore wrote that file, remove it"
     )
 
 

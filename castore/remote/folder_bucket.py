@@ -112,8 +112,10 @@ class FolderBucket:
     def replace(self, key: str, data: bytes, version: Any) -> bool:
         """See `Bucket`."""
         with _translated(self, key):
-            # Version 0 is an object of `put`, which has no versions.
-            return version > 0 and self._link(key, data, version + 1)
+            # Object storage has no versions, so a copy of such a bucket has version 0.
+            if not version and not self._begin_versions(key):
+                return False
+            return self._link(key, data, max(1, version) + 1)
 
     def renew(self, key: str, seen: Versioned) -> None:
         """See `Bucket`. A version more each day would take space."""
@@ -213,6 +215,22 @@ class FolderBucket:
             return False
         for old in numbers[: -_KEPT - 1]:
             self._version(key, old).unlink(missing_ok=True)
+        return True
+
+    def _begin_versions(self, key: str) -> bool:
+        """Make an object that has no versions the first one; False if another process was faster."""
+        plain, first = self._path(key), self._version(key, 1)
+        if self._numbers(key):
+            return False
+        try:
+            if not _links(plain, first, makes_folder=True):
+                return False
+        except FileNotFoundError:
+            return False
+        sync_folder(first.parent)
+        # The version has the same bytes: there is no moment without the object.
+        plain.unlink(missing_ok=True)
+        sync_folder(plain.parent)
         return True
 
     def _write(self, data: Buffer | Iterator[bytes]) -> Path:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from castore import Store
-from castore.errors import RemoteDeniedError, RemoteUnreachableError
+from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
+from castore.remote.bucket import Bucket
+from castore.remote.folder_bucket import FolderBucket
+from castore.remote.metered_bucket import open_metered
 from tests.helpers import noise, text
 from tests.remote.proxy import Fault, Proxy, answer, proxy, stall
 from tests.remote.servers import Place, environment, free_ports
@@ -100,3 +103,58 @@ def test_an_error_of_object_storage_comes_through_the_process(seaweedfs: Place, 
             pytest.raises(RemoteUnreachableError, match="connection refused"),
         ):
             store.push(to="team")
+
+
+def _copy(source: Bucket, target: Bucket, *, as_files: Path | None) -> None:
+    """Copy all objects, as tools do that know nothing of castore: of a folder the files."""
+    if as_files is None:
+        for listed in source.listing(""):
+            target.put(listed.key, b"".join(source.stream(listed.key)))
+        return
+    for path in as_files.rglob("*"):
+        if path.is_file():
+            target.put(path.relative_to(as_files).as_posix(), path.read_bytes())
+
+
+def test_a_remote_that_other_tools_have_copied_into_a_folder_can_be_pushed_to(
+    moto: Place, tmp_path: Path
+) -> None:
+    """Regression: it could be read, and each push said that others had moved the ref."""
+    url = f"{moto.url}/{uuid.uuid4().hex}"
+    with environment(moto.environment), Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
+        one.put("a", b"1")
+        one.add_remote("team", url).push()
+        _copy(open_metered(url), FolderBucket(tmp_path / "copy"), as_files=None)
+        copied = two.add_remote("disk", (tmp_path / "copy").as_uri())
+        assert copied.pull().added == 1
+        for number in range(3):
+            two.put("b", b"%d" % number)
+            copied.push()
+        assert [*copied.refs()] == ["main"]
+        assert copied.check().problems == []
+        three = Store(tmp_path / "three")
+        three.add_remote("disk", (tmp_path / "copy").as_uri()).pull()
+        assert {name: three.get(name) for name in three} == {"a": b"1", "b": b"2"}
+        three.close()
+
+
+def test_a_folder_that_other_tools_have_copied_into_object_storage_is_told(
+    moto: Place, tmp_path: Path
+) -> None:
+    """Regression: it looked empty, a push began a second history, and gc took all the rest for garbage."""
+    url = f"{moto.url}/{uuid.uuid4().hex}"
+    with environment(moto.environment), Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
+        one.put("a", b"1")
+        one.add_remote("disk", (tmp_path / "folder").as_uri()).push()
+        copy = open_metered(url)
+        _copy(FolderBucket(tmp_path / "folder"), copy, as_files=tmp_path / "folder")
+        copied = two.add_remote("team", url)
+        two.put("b", b"2")
+        for use in (copied.pull, copied.push, copied.check, copied.gc):
+            with pytest.raises(RemoteError, match=r"copied it from one: .* refs/main~/0.* to refs/main"):
+                use()
+        [newest] = [listed.key for listed in copy.listing("refs/")]
+        copy.put("refs/main", copy.get(newest).data)
+        assert copied.pull().added == 1
+        assert copied.push().added == 1
+        assert copied.check().problems == []
