@@ -123,7 +123,10 @@ def _misses(remote: str) -> Iterator[None]:
         yield
     except (RemoteMissingError, CorruptError) as error:
         # The store knows one place of each blob. Another ref may have the same bytes in another object.
-        advice = "`castore pull REF --lazy` finds them again if a ref still has them"
+        advice = (
+            "`castore pull REF --lazy` finds them again if a ref still has them, and with --replace takes"
+            " what the ref has now"
+        )
         log.warning("bytes that are only in remote %r cannot be had: %s; %s", remote, error, advice)
         raise FileNotFoundError(f"remote {remote!r} has lost bytes: {error}; {advice}") from error
     except NotFoundError as error:
