@@ -540,7 +540,11 @@ def _is_magic(name: str) -> bool:
 
 def _is_the_authors(name: str, module: types.ModuleType) -> bool:
     """Whether an attribute of a module is its author's, such as ``__version__``, and not set by Python."""
-    return not _is_magic(name) or (name in vars(module) and name not in _OF_IMPORTS)
+    if not _is_magic(name):
+        return True
+    # A module's own `__getattr__` may give it.
+    is_own = name in vars(module) or not hasattr(types.ModuleType, name)
+    return is_own and name not in _OF_IMPORTS
 
 
 def _is_users_method(value: object) -> bool:

@@ -988,6 +988,7 @@ _OWN_NAMES = {
     "__all__": "def f(): return own.__all__",
     "__doc__": "def f(): return own.__doc__",
     "a function": "def f(): return own.__run__()",
+    "given late": "def f(): return own.__late__",
     "handed on": "def f(): return vars(own)['__version__']",
 }
 
@@ -1001,7 +1002,11 @@ def test_names_with_underscores_in_a_module_of_the_users_count(
     for edit in ("1", "2", "1"):
         own = types.ModuleType("own", doc=f"text {edit}")
         own.__file__ = f"/somewhere/{len(found)}/own.py"
-        exec(f"__version__ = '{edit}'\n__all__ = ['a{edit}']\ndef __run__(): return {edit}", vars(own))
+        exec(
+            f"__version__ = '{edit}'\n__all__ = ['a{edit}']\ndef __run__(): return {edit}\n"
+            f"def __getattr__(name):\n  if name == '__late__': return {edit}\n  raise AttributeError(name)",
+            vars(own),
+        )
         monkeypatch.setitem(sys.modules, "own", own)
         scope: dict[str, Any] = {"own": own, "__name__": "program"}
         exec(_OWN_NAMES[name], scope)
