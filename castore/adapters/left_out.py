@@ -22,6 +22,7 @@ from castore.serialize.kinds.images import is_image
 
 _FIXED = frozenset({str, int, float, bool, bytes, type(None)})
 _DEEPEST = 64
+_OF_JPEG = frozenset({"quantization", "layer"})
 
 
 class _Part(NamedTuple):
@@ -106,8 +107,12 @@ def _frames(part: _Part, is_result: bool) -> list[Any]:
 def _further(part: _Part) -> list[str]:
     """A digest of an image's further facts; nothing if it has none."""
     found = further_facts(part.value)
+    if not found:
+        return []
+    if _OF_JPEG.issuperset(found):  # lists of integers: in a tenth of the time
+        return [blake3(repr(found).encode()).hexdigest()]
     try:
-        return [blake3(encode(OBJECTS, found, "tags").code).hexdigest()] if found else []
+        return [blake3(encode(OBJECTS, found, "tags").code).hexdigest()]
     except UnhashableError as error:
         raise part.error(f"is an image with {error}") from None
 
