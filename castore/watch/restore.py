@@ -85,6 +85,7 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
     """
     link = os.readlink(path)
     temporary = replace.temporary_beside(path, PART_PREFIX)
+    written = None
     try:
         written = _write(store, held, temporary, os.lstat(path).st_mtime_ns, check)
         replace.exchange(temporary, path)
@@ -94,7 +95,15 @@ def restore(store: Store, path: str, held: Entry, check: Callable[[int], object]
             raise FileBusyError(path)
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(temporary)
+            # If the exchange back failed, the name has the only copy of somebody's file.
+            is_own = written is None or os.path.samestat(os.lstat(temporary), written)
+            if is_own or link_registry.link_at(temporary) == link:
+                os.unlink(temporary)
+
+
+def _is_zero(piece: bytes) -> bool:
+    """Whether all bytes are zeros."""
+    return not piece[:16].strip(b"\0") and piece.count(0) == len(piece)
 
 
 def _write(
@@ -108,8 +117,12 @@ def _write(
     with store.open_blob(held.digest) as kept, open(path, "xb") as file:
         give_to_owner(file.fileno(), Path(path).parent)
         for piece in kept.pieces():
-            file.write(piece)
+            if _is_zero(piece):  # a hole: a sparse file must not fill the disk when it comes back
+                file.seek(len(piece), os.SEEK_CUR)
+            else:
+                file.write(piece)
             check(len(piece))
+        file.truncate()
         file.flush()
         if not os.geteuid() and owner.uid >= 0:
             os.fchown(file.fileno(), owner.uid, owner.gid)

@@ -144,6 +144,23 @@ def test_restore_puts_the_files_back_without_a_mount(
     assert [one.name for one in folder.iterdir()] == ["a.bin"]
 
 
+def test_a_sparse_file_takes_no_more_of_the_disk_when_it_comes_back(
+    store: Store, folder: Path, mountpoint: Path, watch: Watch
+) -> None:
+    path = folder / "sparse"
+    with path.open("wb") as file:
+        file.write(b"head")
+        file.seek(10_000_000)
+        file.write(b"middle")
+        file.truncate(30_000_000)
+    data = path.read_bytes()
+    watch("--replace").end_after("replaced")
+    ran = run(store.path, "watch", folder, "--as", "in", "--restore")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert path.read_bytes() == data
+    assert path.stat().st_blocks * 512 < 2_000_000
+
+
 def test_restore_lets_go_of_links_that_went_when_nobody_watched(
     store: Store, folder: Path, mountpoint: Path, watch: Watch
 ) -> None:
