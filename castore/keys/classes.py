@@ -37,8 +37,9 @@ def has_member(cls: type, name: str) -> bool:
 
 
 def full_name(cls: type) -> str:
-    """Module and name of a type."""
-    return f"{cls.__module__}.{cls.__qualname__}"
+    """Module and name of a type, the same in a spawned worker, which has another name for the main module."""
+    module = cls.__module__
+    return f"{'__main__' if module == '__mp_main__' else module}.{cls.__qualname__}"
 
 
 def registered(cls: type, value: Any) -> Any:

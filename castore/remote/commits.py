@@ -201,7 +201,6 @@ def move_ref(
     data = json.dumps(fields, separators=(",", ":")).encode()
     try:
         if seen is None:
-            list_refs(bucket)  # else a copy of a remote in a folder would get a second history
             moved = bucket.create(ref_key(ref), data)
         else:
             moved = bucket.replace(ref_key(ref), data, seen.version)

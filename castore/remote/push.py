@@ -138,7 +138,8 @@ def push(
         pages.keep(digest_of(commit), commit)
         next_base = _next_base(plan, rows, root, before, pages)
         base.note(digest_of(commit), parent, next_base)
-        if not guard.is_current():  # a collection has begun or ended, and may have deleted what was there
+        # Nothing may be asked between this and the move, for a collection might begin meanwhile.
+        if not guard.is_current():  # one has begun or ended, and may have deleted what was there
             guard.begin()
             sender.forget()
             return None
@@ -150,7 +151,7 @@ def push(
         return Pushed(ref, digest_of(commit).hex(), *counts)
 
     for attempt in range(_ATTEMPTS):
-        seen = commits.read_ref(bucket, ref)
+        seen = _find_ref(bucket, ref)
         try:
             done = merge_with(seen)
         except RemoteMissingError:
@@ -165,6 +166,18 @@ def push(
     raise RemoteError(
         f"others moved ref {ref!r} in {bucket.url} {_ATTEMPTS} times while this push merged; push again"
     )
+
+
+def _find_ref(bucket: Bucket, ref: str) -> commits.Ref | None:
+    """The ref as it is now; None if there is none.
+
+    Raises:
+        RemoteError: a copy of a remote in a folder, which has it elsewhere, must not get a second history.
+    """
+    seen = commits.read_ref(bucket, ref)
+    if seen is None:
+        commits.list_refs(bucket)
+    return seen
 
 
 def _writer() -> str:

@@ -8,7 +8,10 @@ import argparse
 import collections
 import dataclasses
 import functools
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -1003,3 +1006,57 @@ def test_a_module_of_the_name_of_torchs_compiled_ones_is_a_module(
         cached._data.net = held
         cached._changes.note()
         assert [cached[index] for index in range(4)] == [0, 1, 2, 3]
+
+
+_PROGRAM = """
+import dataclasses, enum, sys
+from typing import NamedTuple
+from torch.utils.data import DataLoader, Dataset
+from castore import Store
+from castore.adapters.torch import CachedDataset
+
+@dataclasses.dataclass
+class Config:
+    size: int = 3
+
+class Mode(enum.Enum):
+    FAST = 1
+
+class Pair(NamedTuple):
+    left: int = 5
+
+class Plain:
+    def scaled(self, number):
+        return number * 7
+
+CONFIG, MODE, PAIR, PLAIN, TABLE = Config(), Mode.FAST, Pair(), Plain(), {Mode.FAST: 2}
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index * CONFIG.size + MODE.value + PAIR.left + PLAIN.scaled(index) + TABLE[MODE]
+
+def key_of(index):
+    return [Store(sys.argv[1]).cached(lambda mode, pair: CONFIG).cache_name(MODE, PAIR)]
+
+if __name__ == "__main__":
+    cached = CachedDataset(Numbers(), sys.argv[1])
+    loader = DataLoader(cached, num_workers=1, multiprocessing_context="spawn", collate_fn=list)
+    print([sample for [sample] in loader], [Numbers()[index] for index in range(3)])
+    [[name]] = DataLoader([0], num_workers=1, multiprocessing_context="spawn", collate_fn=key_of)
+    print(name == key_of(0)[0])
+"""
+
+
+def test_objects_of_a_programs_own_classes_are_no_change_in_a_spawned_worker(tmp_path: Path) -> None:
+    """Regression: there the program's module has another name, and so had the classes of its globals."""
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "store")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[8, 18, 28] [8, 18, 28]\nTrue\n"
