@@ -36,7 +36,7 @@ from castore.adapters.torch.shard_sizes import (
 )
 from castore.adapters.torch.wrapper import check_index
 from castore.errors import InvalidValueError, UnhashableError, warn
-from castore.units import format_size
+from castore.units import as_whole, format_size
 
 Mode = Literal["rank", "node", "disk"]
 """The ``mode`` of a `LazyShardDataset`."""
@@ -245,7 +245,7 @@ class LazyShardDataset(Dataset[Any]):
                 its own place, as torchdata's `StatefulDataLoader` does.
 
         Raises:
-            InvalidValueError: more samples were consumed than there are.
+            InvalidValueError: more samples were consumed than there are, or that is no number of samples.
         """
         _, epoch, steps = self._progress.read()
         last = steps[-1] if steps else self._whole
@@ -255,10 +255,14 @@ class LazyShardDataset(Dataset[Any]):
 
     def _taken(self, consumed: int | Sequence[int], step: Step) -> list[int]:
         """Samples taken from each shard."""
+        given = [as_whole(count) for count in (consumed if isinstance(consumed, Sequence) else [consumed])]
+        counts = [count for count in given if count is not None and count >= 0]
+        if len(counts) < len(given):
+            raise InvalidValueError(f"consumed is a number of samples, or a list of such, not {consumed!r}")
         if isinstance(consumed, Sequence):
-            return [int(count) for count in consumed]
+            return counts
         sharing = 1 if self.mode == "rank" else ranks_on_each(self.ranks)
-        taken, most = int(consumed) * sharing, max(step.left())
+        taken, most = counts[0] * sharing, max(step.left())
         # Ranks that run out before others are normal, and so are samplers that repeat samples to come out
         # even.
         if taken >= most + sharing:

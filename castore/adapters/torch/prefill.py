@@ -58,8 +58,10 @@ def _batches(
 ) -> Iterator[tuple[int, int]]:
     """For each batch: how many samples were read, and how many of those were kept."""
     loader = torch.utils.data.DataLoader(
-        _Batches(dataset, missing, batch_size), batch_size=None, num_workers=num_workers
-    )
+        _Batches(dataset, missing, batch_size), batch_size=None, num_workers=num_workers,
+        # Of the program's own generator it would draw a number: training would go on with others.
+        generator=torch.Generator().manual_seed(torch.initial_seed()),
+    )  # fmt: skip
     yield from loader
 
 

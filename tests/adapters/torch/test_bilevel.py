@@ -222,6 +222,14 @@ def test_fill_reads_what_is_missing_and_only_that(squares: Squares, folder: Path
         assert (cached.hits, cached.misses) == (0, 1), "filling is no use of a sample"
 
 
+def test_fill_draws_no_number_of_the_programs_generator(squares: Squares, folder: Path) -> None:
+    with BiLevelCachedDataset(squares, "1MB", disk_cache_path=folder, disk_cache_size="1MB") as cached:
+        state = torch.get_rng_state()
+        assert cached.fill() == len(squares)
+        assert cached.fill(num_workers=1) == 0
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_fill_shows_a_bar_that_starts_at_what_is_there(
     squares: Squares, capsys: pytest.CaptureFixture[str]
 ) -> None:

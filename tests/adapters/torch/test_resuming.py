@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from castore import CastoreError
+from castore import CastoreError, InvalidValueError
 from castore.adapters.torch.lazy import LazyShardDataset
 from tests.adapters.torch.shards import (
     WIDE,
@@ -192,3 +192,9 @@ def test_torchdatas_stateful_loader_goes_on_where_it_was(
     assert dataset.epoch == 2
     dataset.set_epoch(3)
     assert sorted(label for _, labels in loader for label in labels.tolist()) == list(range(40))
+
+
+@pytest.mark.parametrize("consumed", [1.5, True, "3", -1, [1, 2.5]])
+def test_what_is_no_number_of_samples_is_refused(make_shard: Make, consumed: Any) -> None:
+    with pytest.raises(InvalidValueError, match="consumed is a number of samples, or a list of such, not"):
+        make_shard(50).state_dict(consumed=consumed)
