@@ -112,13 +112,19 @@ def add(
             else:
                 end = _put_all(adder, named, search, failures, into)
         after = store.totals()
+        evicted = store.counters().get("evictions", 0) - evictions
+        if evicted and (gone := adder.count_evicted()):
+            failures.add(
+                f"{gone:,} of {plural(adder.files, 'file')} had to go again to make room for the others;"
+                " raise the budget with `castore init --max-size SIZE`"
+            )
         report = {
             "store": folder,
             "files": adder.files,
             "bytes": adder.size,
             "new_blobs": max(0, after.blobs - before.blobs),
             "stored_bytes": max(0, after.stored - before.stored),
-            "evicted": store.counters().get("evictions", 0) - evictions,
+            "evicted": evicted,
             "dictionaries": trained,
             "failed": failures.count,
             "problems": failures.sentences,

@@ -90,6 +90,11 @@ class FileAdder:
         self._done = done
         self.files = 0
         self.size = 0
+        self._names: list[str] = []  # of what was put, where a budget may evict some of it
+
+    def count_evicted(self) -> int:
+        """How many of the files have had to go again, for others of them or of another process."""
+        return sum(self._store.entry(name) is None for name in self._names)
 
     def put_all(self, sources: Iterable[Source]) -> None:
         """Put every file.
@@ -138,6 +143,8 @@ class FileAdder:
     def _count(self, batch: list[Source], outcome: _Outcome) -> None:
         self.files += outcome.files
         self.size += outcome.size
+        if self._store.settings.max_size is not None and not outcome.problems:
+            self._names += [source.name for source in batch]
         for problem in outcome.problems:
             self._failures.add(problem)
         self._done(sum(source.size for source in batch))

@@ -103,6 +103,9 @@ class Recipe:
         for name in ("ds_cache_dir", "temp_dir"):
             if getattr(self, name) == "":  # the system takes "" for the working folder
                 raise InvalidValueError(f"{name} is empty; name a folder, or leave it out")
+        for name in ("dataset_path", "export_path", "ds_cache_dir", "temp_dir"):  # no shell sees a file's ~
+            if path := getattr(self, name):
+                object.__setattr__(self, name, os.path.expanduser(path))
         check_name(self.project_name)
         if not self.text_keys:
             raise InvalidValueError("text_keys is empty; name the column of the text")
@@ -293,7 +296,7 @@ def _parse_part(config: Any) -> tuple[str, float]:
     if not 0 < weight < float("inf"):
         raise InvalidValueError(f"weight of dataset must be above 0, not {weight!r}")
     check_type(config["path"], str, "path of dataset")
-    return config["path"], float(weight)
+    return os.path.expanduser(config["path"]), float(weight)
 
 
 def _key_lines(node: Any, source: str) -> dict[str, list[int]]:

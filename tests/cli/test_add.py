@@ -90,7 +90,7 @@ def test_report_calls_nothing_known_that_the_budget_has_taken(cli: Cli, tmp_path
     for number in range(8):
         (tmp_path / "many" / f"{number}.bin").write_bytes(os.urandom(1_000_000))
     ran = cli("add", "many")
-    assert (ran.code, "evicted to stay under the budget" in ran.out, "known" in ran.out) == (0, True, False)
+    assert (ran.code, "evicted to stay under the budget" in ran.out, "known" in ran.out) == (1, True, False)
     assert ran.out.count("\n") == 2
 
 
@@ -418,3 +418,16 @@ def test_an_input_that_is_closed_is_said(castore: Callable[..., subprocess.Popen
     closed = castore("add", "-", "--as", "x", closed=(0,))
     assert b"standard input is closed" in closed.communicate()[1]
     assert closed.returncode == 1
+
+
+def test_files_that_do_not_fit_together_are_a_failure(tmp_path: Path, cli: Cli) -> None:
+    """Regression: "added 3 files", exit code 0, and one of them was there."""
+    files = {f"many/{number}": noise(400_000, number) for number in range(3)}
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    assert cli("init", "--max-size", "1MB").code == 0
+    ran = cli("add", tmp_path / "many", "--json")
+    assert (ran.code, ran.json["files"], ran.json["failed"]) == (1, 3, 1)
+    assert "1 of 3 files had to go again to make room for the others; raise the budget" in ran.err
+    assert cli("add", tmp_path / "many" / "2", "--as", "many/2").code == 0

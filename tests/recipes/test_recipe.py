@@ -335,3 +335,13 @@ def test_registered_operators_are_known_by_name(monkeypatch: pytest.MonkeyPatch)
         registry.register("text_length_filter")(object)
     with pytest.raises(InvalidValueError, match="dot"):
         registry.register("my.mapper")
+
+
+def test_a_tilde_is_the_home_in_all_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no shell sees it in a file, so the result came into a folder of the name ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = {name: f"~/{name}" for name in ("dataset_path", "export_path", "ds_cache_dir", "temp_dir")}
+    recipe = Recipe(process=[], **paths)  # type: ignore[arg-type]
+    assert {name: getattr(recipe, name) for name in paths} == {name: f"{tmp_path}/{name}" for name in paths}
+    mixture = Recipe("", "o.jsonl", [], dataset={"configs": [{"path": "~/a.jsonl"}]})
+    assert mixture.parts() == [(f"{tmp_path}/a.jsonl", 1.0)]
