@@ -30,7 +30,7 @@ from castore.adapters.datasets.source_units import UNITS_FOLDER
 from castore.errors import InvalidValueError
 from castore.recipes import Recipe, by_file, file_reader, mixture, runner, sources
 from castore.recipes.json_reader import LinesFile
-from tests.adapters.datasets.small_blocks import small_blocks, told
+from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
 from tests.helpers import LONG, flip, payload
 from tests.warm import Started, WarmPython
 
@@ -581,6 +581,41 @@ def test_a_second_file_costs_itself(reading: Reading, name: str) -> None:
         assert told(result.dataset) == told(dataset.map(both_of_batch, batched=True))
         costs.append([step.rows_run for step in result.steps])
     assert costs == [[2600, 2600]] * 2
+
+
+class _Switch:
+    """Does not count in keys."""
+
+    is_on = True
+
+    def __castore_key__(self) -> str:
+        return "switch"
+
+
+switch = _Switch()
+
+
+def breaks_late(sample: dict[str, Any]) -> dict[str, Any]:
+    if switch.is_on and sample["n"] == 550:
+        raise RuntimeError("row 550")
+    return sample
+
+
+def test_explain_foretells_what_a_broken_run_of_small_files_has_left(reading: Reading) -> None:
+    """Regression: files that are no blocks by themselves were not read, so nothing seemed to be kept."""
+    for number in range(3):
+        lines = [{"text": f"{number} {row}", "n": 200 * number + row} for row in range(200)]
+        write_lines(reading.folder / f"{number}.jsonl", lines)
+    recipe = Recipe(str(reading.folder), str(reading.folder.parent / "out.jsonl"), [breaks_late])
+    with small_blocks(100 * 64, 100), slow_blocks(16):
+        switch.is_on = True
+        with pytest.raises(RuntimeError, match="row 550"):
+            runner.process(recipe, store=reading.store)
+        switch.is_on = False
+        [foretold] = runner.explain(recipe, reading.store)
+        [step] = runner.process(recipe, store=reading.store).steps
+    assert (foretold.rows_in, foretold.rows_reused) == (600, step.rows_reused)
+    assert step.rows_reused > 300
 
 
 @pytest.mark.usefixtures("a_block_for_each_file")

@@ -61,6 +61,8 @@ from castore.system.worker_processes import allowed
 
 # The field of a step's record that tells of files which rows of its input name.
 _FILES = "files"
+# Bytes of an input that `explain` reads where its files say too little.
+_SMALL_INPUT = 32 << 20
 
 ProgressCallback = Callable[[Progress], object]
 """The ``progress`` of `Pipeline.run`: it gets the run's `Progress`."""
@@ -212,7 +214,7 @@ class Pipeline:
             dataset = before.dataset
         elif dataset.info.features is None:
             return explanations  # an input that was never read
-        elif isinstance(dataset, LazyDataset) and dataset.pieces is not None:
+        elif isinstance(dataset, LazyDataset) and dataset.pieces and not _is_small(dataset.pieces):
             pieces = dataset.pieces
             dataset = stand_in(dataset.info.features, pieces)
         records = find_records(self.store, self.name)
@@ -359,6 +361,12 @@ def _check_dataset(dataset: Any) -> None:
             f"a pipeline takes a datasets.Dataset, not {type(dataset).__name__}; run it on each split; store "
             "a stream with DatasetCache.put(name, stream), and pass DatasetCache.dataset(name)"
         )
+
+
+def _is_small(pieces: Sequence[Piece]) -> bool:
+    """Whether all files are kept, and so small that one can read them: they may be no blocks alone."""
+    is_there = all(piece.digest is not None for piece in pieces)
+    return is_there and sum(piece.size for piece in pieces) <= _SMALL_INPUT
 
 
 def _warn_of_doubts(store: Store, planned: Sequence[PlannedStep]) -> None:
