@@ -70,13 +70,18 @@ class KeptSamples:
         """
         try:
             self.put(records)
-        except (FullError, TooLargeError) as error:
-            if len(records) > 1:
-                for name, record in records.items():
-                    self.keep({name: record})
-            elif not self._warned:
-                self._warned = True
-                warn(f"no more samples are kept for now: {error}", RuntimeWarning)
+        except TooLargeError as error:
+            if len(records) == 1:
+                self._warn(error)
+            for name, record in records.items() if len(records) > 1 else ():  # the others may fit
+                self.keep({name: record})
+        except FullError as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(f"no more samples are kept for now: {error}", RuntimeWarning)
 
     def put(self, records: Mapping[str, bytes]) -> None:
         """As `keep`, for callers that fill the store.
