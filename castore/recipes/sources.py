@@ -316,14 +316,13 @@ def _describe_bad_line(source: Source) -> str | None:
         try:
             with fsspec.open(path, "rb", compression="infer") as file:
                 # Without an object in its first line a file may be one array, or one object.
-                is_lines = source.kind == "json"
-                objects = 0
+                is_lines, has_objects = source.kind == "json", False
                 for number, line in enumerate(file, 1):
                     found = _not_utf8(line)
                     if found is None and is_lines and line.strip():
                         found = _no_object(line)
-                        is_lines = found is None or objects > 0
-                        objects += found is None
+                        has_objects = has_objects or found is None
+                        is_lines = has_objects
                         found = found if is_lines else None
                     if found is not None:
                         return f"line {number} of {path!r} is {found}"
@@ -348,7 +347,10 @@ def _no_object(line: bytes) -> str | None:
     try:
         if isinstance(json.loads(line), dict):
             return None
-    except (ValueError, RecursionError):
-        if not line.endswith(b"\n"):
+    except json.JSONDecodeError as error:
+        ends_early = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+        if ends_early and not line.endswith(b"\n"):
             return "cut off; check that the program that writes the file has ended"
+    except (ValueError, RecursionError):  # digits by the thousand, or lists in lists
+        pass
     return f"no JSON object ({line[:60].decode(errors='replace').strip()!r}); mend the line, or leave it out"

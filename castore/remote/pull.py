@@ -338,10 +338,10 @@ def _changed_rows(
             plan.added += 1
             continue
         difference = compared.difference
-        is_replaced = replaces is not None and difference not in (Difference.THEIRS, Difference.NONE)
-        if is_replaced and entry.created >= (replaces or 0.0):
+        is_own = difference not in (Difference.THEIRS, Difference.NONE)
+        if is_own and replaces is not None and entry.created >= replaces:
             plan.left_out.add(name)
-        elif difference is Difference.THEIRS or is_replaced:
+        elif difference is Difference.THEIRS or (is_own and replaces is not None):
             rows.append((name, row))
             plan.before[name] = content_of(entry)
             plan.changed += 1

@@ -289,6 +289,8 @@ def test_the_only_file_of_a_folder_is_named_too(tmp_path: Path) -> None:
         ('{"n": 1}\n\n[11, 22]\n{"n": 2}\n',
          r"line 3 of '.*a\.jsonl' is no JSON object \('\[11, 22\]'\); mend the line, or leave it out"),
         ('{"n": 1}\n{"n": 2,}\n', "line 2 of .* is no JSON object"),
+        ('{"n": 1}\n{"n": 2,}', "line 2 of .* is no JSON object"),
+        ('{"n": 1}\n{"n": "tw', "line 2 of .* is cut off"),
         ('\n{"n": 1}\n{"n": ', "line 3 of .* is cut off; check that the program"),
     ],
 )  # fmt: skip

@@ -12,7 +12,6 @@ import pytest
 
 from castore import Store
 from castore.errors import RemoteDeniedError, RemoteError, RemoteUnreachableError
-from castore.remote.bucket import Bucket
 from castore.remote.folder_bucket import FolderBucket
 from castore.remote.metered_bucket import open_metered
 from tests.helpers import noise, text
@@ -105,17 +104,6 @@ def test_an_error_of_object_storage_comes_through_the_process(seaweedfs: Place, 
             store.push(to="team")
 
 
-def _copy(source: Bucket, target: Bucket, *, as_files: Path | None) -> None:
-    """Copy all objects, as tools do that know nothing of castore: of a folder the files."""
-    if as_files is None:
-        for listed in source.listing(""):
-            target.put(listed.key, b"".join(source.stream(listed.key)))
-        return
-    for path in as_files.rglob("*"):
-        if path.is_file():
-            target.put(path.relative_to(as_files).as_posix(), path.read_bytes())
-
-
 def test_a_remote_that_other_tools_have_copied_into_a_folder_can_be_pushed_to(
     moto: Place, tmp_path: Path
 ) -> None:
@@ -124,13 +112,15 @@ def test_a_remote_that_other_tools_have_copied_into_a_folder_can_be_pushed_to(
     with environment(moto.environment), Store(tmp_path / "one") as one, Store(tmp_path / "two") as two:
         one.put("a", b"1")
         one.add_remote("team", url).push()
-        _copy(open_metered(url), FolderBucket(tmp_path / "copy"), as_files=None)
+        bucket, copy = open_metered(url), FolderBucket(tmp_path / "copy")
+        for listed in bucket.listing(""):
+            copy.put(listed.key, b"".join(bucket.stream(listed.key)))
         copied = two.add_remote("disk", (tmp_path / "copy").as_uri())
         assert copied.pull().added == 1
         for number in range(3):
             two.put("b", b"%d" % number)
             copied.push()
-        assert [*copied.refs()] == ["main"]
+        assert copied.refs() == ["main"]
         assert copied.check().problems == []
         three = Store(tmp_path / "three")
         three.add_remote("disk", (tmp_path / "copy").as_uri()).pull()
@@ -147,7 +137,9 @@ def test_a_folder_that_other_tools_have_copied_into_object_storage_is_told(
         one.put("a", b"1")
         one.add_remote("disk", (tmp_path / "folder").as_uri()).push()
         copy = open_metered(url)
-        _copy(FolderBucket(tmp_path / "folder"), copy, as_files=tmp_path / "folder")
+        for path in (tmp_path / "folder").rglob("*"):
+            if path.is_file():
+                copy.put(path.relative_to(tmp_path / "folder").as_posix(), path.read_bytes())
         copied = two.add_remote("team", url)
         two.put("b", b"2")
         for use in (copied.pull, copied.push, copied.check, copied.gc):

@@ -73,7 +73,8 @@ class KeptSamples:
         except TooLargeError as error:
             if len(records) == 1:
                 self._warn(error)
-            for name, record in records.items() if len(records) > 1 else ():  # the others may fit
+                return
+            for name, record in records.items():  # the others may fit
                 self.keep({name: record})
         except FullError as error:
             self._warn(error)
