@@ -41,7 +41,7 @@ _DURATION = re.compile(
     r"\s*" + "".join(rf"(?:(?P<{unit}>{_NUMBER})\s*{unit}\s*)?" for unit in _SECONDS),
     re.ASCII | re.IGNORECASE,
 )
-_DURATION_HELP = 'write seconds as a number, or a text like "7d", "1h30m" or "500ms"'
+_DURATION_HELP = 'write seconds as a number, or a text like "7d" or "1h30m" (units: w, d, h, m, s, ms)'
 # A date that far ahead must still fit into datetime, whose last year is 9999.
 _LONGEST = 1000 * 365 * 86400.0
 

@@ -1,9 +1,13 @@
-"""`castore get`: writes an entry's bytes into a file, whole or not at all."""
+"""`castore get`: writes entries' bytes into files, each whole or not at all.
+
+Must never write outside the folder that was named: names are relative, and have no "..".
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, BinaryIO
@@ -11,13 +15,26 @@ from typing import Annotated, BinaryIO
 import typer
 
 from castore import Store
+from castore.cli.blob_stream import copy
 from castore.cli.completion import names
-from castore.cli.output import printable, progress
+from castore.cli.output import (
+    AsJson,
+    Failures,
+    describe,
+    plural,
+    print_json,
+    printable,
+    progress,
+    quote_word,
+)
 from castore.cli.std_streams import need_output
-from castore.cli.store_access import find_blob, open_store, require_path
-from castore.errors import CastoreError, add_filename
-from castore.records import Blob
+from castore.cli.store_access import find_blob, find_entry, open_store, require_path
+from castore.errors import CastoreError, NotFoundError, add_filename
+from castore.names import check_prefix
+from castore.records import Blob, Entry
 from castore.system.local_files import replacing
+from castore.system.sql_errors import is_full
+from castore.units import format_size
 
 #: Below this size a bar would be gone before it is seen.
 _LARGE = 32_000_000
@@ -29,17 +46,30 @@ def get(
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FILE", help='Where to; "-" is standard output.')
     ],
+    recursive: Annotated[
+        bool, typer.Option("-r", "--recursive", help="All files of a folder of names; FILE is a folder then.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write an entry's bytes into a file.
+    """Write an entry's bytes into a file, or a folder of entries into a folder.
 
     \b
     castore get imagenet/train-00001.tar -o train.tar
+    castore get -r imagenet -o shards
     """
-    require_path(output, "-o", "file")
+    require_path(output, "-o", "folder" if recursive else "file")
+    if recursive:
+        if output == "-":
+            raise typer.BadParameter("-r writes many files; name a folder with -o")
+        with open_store(context) as store:
+            _write_folder(store, name, output, as_json)
+        return
+    if as_json:
+        raise typer.BadParameter("--json reports what -r has written; without -r there is nothing to report")
     if output == "-":
         need_output()
     with open_store(context) as store:
-        blob = find_blob(store, name)
+        blob = find_blob(store, name, hint=f"`castore get -r {quote_word(name)} -o FOLDER` writes its files")
         store.count_use(name)
         if output == "-":
             _write(store, blob, sys.stdout.buffer, name)
@@ -64,8 +94,6 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
 
 
 def _write(store: Store, blob: Blob, file: BinaryIO, name: str) -> None:
-    from castore.cli.blob_stream import copy
-
     with progress(name, blob.size, wanted=blob.size >= _LARGE) as done:
         copy(store, blob, partial(_write_piece, file, done))
 
@@ -73,3 +101,56 @@ def _write(store: Store, blob: Blob, file: BinaryIO, name: str) -> None:
 def _write_piece(file: BinaryIO, done: Callable[[int], object], piece: bytes) -> None:
     file.write(piece)
     done(len(piece))
+
+
+def _write_folder(store: Store, prefix: str, output: str, as_json: bool) -> None:
+    prefix = check_prefix(prefix)
+    if os.path.lexists(output) and not os.path.isdir(output):
+        raise CastoreError(f"{printable(output)} is no folder; give a folder with -o")
+    began = time.monotonic()
+    total = _total(store, prefix)
+    failures = Failures()
+    files = size = 0
+    with progress(prefix or "all", total, wanted=total >= _LARGE) as done:
+        for entry in store.entries(prefix):
+            path = os.path.join(output, entry.name.removeprefix(prefix).lstrip("/"))
+            try:
+                with add_filename(path):
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    _write_entry(store, entry, path, done)
+            except (CastoreError, OSError) as error:
+                if is_full(error):
+                    raise  # no other file would fit
+                failures.add(describe(error))
+                continue
+            files, size = files + 1, size + entry.size
+    if as_json:
+        print_json({"files": files, "bytes": size, "problems": failures.sentences})
+    else:
+        took = f"in {time.monotonic() - began:.2f} s"
+        typer.echo(f"wrote {plural(files, 'file')} ({format_size(size)}) into {printable(output)} {took}")
+    failures.finish()
+
+
+def _total(store: Store, prefix: str) -> int:
+    """Bytes of the files to write.
+
+    Raises:
+        NotFoundError: there are none, or the name is a file's.
+    """
+    if prefix and find_entry(store, prefix) is not None:
+        raise CastoreError(f"{prefix!r} is a file; leave out -r")
+    total = None
+    for entry in store.entries(prefix):
+        total = (total or 0) + entry.size
+    if total is None:
+        where = f"at or below {prefix!r} " if prefix else ""
+        raise NotFoundError(f"there is no entry {where}in {store.path}; `castore ls` lists what there is")
+    return total
+
+
+def _write_entry(store: Store, entry: Entry, path: str, done: Callable[[int], object]) -> None:
+    blob = find_blob(store, entry.name)
+    with replacing(path) as file:
+        copy(store, blob, partial(_write_piece, file, done))
+    store.count_use(entry.name)

@@ -12,10 +12,10 @@ import typer
 
 from castore import Store
 from castore.cli.completion import names
-from castore.cli.output import json_text
+from castore.cli.output import Failures, json_text
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import open_store
-from castore.errors import NotFoundError
+from castore.names import check_prefix
 from castore.records import Entry
 from castore.units import format_duration, format_size
 
@@ -25,11 +25,9 @@ _HEAD = f"{'SIZE':>9} {'STORED':>9}  {'CODEC':<5} {'AGE':>8} {'EXPIRES IN':>10} 
 def ls(
     context: typer.Context,
     prefix: Annotated[
-        str,
-        typer.Argument(
-            metavar="PREFIX", autocompletion=names, show_default=False, help="A name or a folder of names."
-        ),
-    ] = "",
+        list[str] | None,
+        typer.Argument(metavar="PREFIX...", autocompletion=names, help="Names or folders of names."),
+    ] = None,
     long: Annotated[
         bool, typer.Option("-l", "--long", help="Sizes, codec, age, expiry and pin, too.")
     ] = False,
@@ -42,16 +40,22 @@ def ls(
     """
     need_output()
     write = sys.stdout.write
-    found = False
+    prefixes = [check_prefix(one) for one in prefix or [""]]
+    failures = Failures()
+    has_head = as_json or not long
     with open_store(context) as store:
         form: Callable[[Entry], str] = _json if as_json else _Long(store) if long else _plain
-        for entry in store.entries(prefix):
-            if not found and long and not as_json:
-                write(_HEAD)
-            found = True
-            write(form(entry))
-    if prefix and not found:
-        raise NotFoundError(f"there is no entry at or below {prefix!r} in {store.path}")
+        for one in prefixes:
+            found = False
+            for entry in store.entries(one):
+                if not has_head:
+                    write(_HEAD)
+                    has_head = True
+                found = True
+                write(form(entry))
+            if one and not found:
+                failures.add(f"there is no entry at or below {one!r} in {store.path}")
+    failures.finish()
 
 
 def _plain(entry: Entry) -> str:

@@ -102,8 +102,9 @@ def find_entry(store: Store, name: str) -> Entry | None:
     return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
 
 
-def find_blob(store: Store, name: str) -> Blob:
+def find_blob(store: Store, name: str, *, hint: str | None = None) -> Blob:
     """The blob that a name or a digest (or 8 and more of its first hex digits) stands for; names come first.
+    ``hint`` is the advice if the name is a folder of names; by default how to list it.
 
     Raises:
         NotFoundError: there is none.
@@ -122,7 +123,7 @@ def find_blob(store: Store, name: str) -> Blob:
     if len(found) > 1:
         raise CastoreError(f"several digests begin with {name}; give more digits")
     if not found:
-        raise not_found(store, name, hint=list_hint(name))
+        raise not_found(store, name, hint=hint or list_hint(name))
     return found[0]
 
 

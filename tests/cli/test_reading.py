@@ -26,6 +26,16 @@ def test_ls_prints_plain_names_a_line_each(cli: Cli, store: Store) -> None:
     assert cli("ls", "data/a.txt").out == "data/a.txt\n"
 
 
+def test_ls_lists_several_prefixes_and_names_those_without_entries(cli: Cli, store: Store) -> None:
+    ran = cli("ls", "large.bin", "nothing", "data/")
+    assert (ran.code, ran.out) == (1, "large.bin\ndata/a.txt\ndata/b.txt\n")
+    assert ran.err == f"castore: there is no entry at or below 'nothing' in {store.path}\n"
+    assert [line.split()[-1] for line in cli("ls", "-l", "data/b.txt", "large.bin").out.splitlines()] == [
+        "NAME", "data/b.txt", "large.bin",
+    ]  # fmt: skip
+    assert cli("ls", "data", "../x") == (2, b"", cli("ls", "../x").err)
+
+
 def test_ls_of_an_empty_store_is_empty_and_of_an_unknown_prefix_an_error(cli: Cli) -> None:
     cli("init")
     assert cli("ls") == (0, b"", "")
@@ -165,3 +175,63 @@ def test_get_says_what_is_wrong_with_the_place(cli: Cli, store: Store, tmp_path:
     assert not (tmp_path / "new").exists()
     assert "make it first" in cli("get", "data/a.txt", "-o", "nodir/x").err
     assert not Path("nodir").exists()
+
+
+def _files_below(folder: str) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+    }
+
+
+def test_get_of_a_folder_writes_its_files(cli: Cli, store: Store) -> None:
+    store.put("data/deep/c.bin", LARGE)
+    store.put("database", b"not below data")
+    store.put("data/gone", b"", ttl=1e-9)
+    wanted = {"a.txt": b"alpha", "b.txt": b"beta", "deep/c.bin": LARGE}
+    for word in ("data", "data/"):
+        ran = cli("get", "-r", word, "-o", f"out-{word[-1] == '/'}")
+        assert (ran.code, ran.err) == (0, "")
+        assert ran.out.startswith("wrote 3 files (3.1 MB) into out-")
+    assert _files_below("out-True") == _files_below("out-False") == wanted
+    everything = cli("get", "-r", "", "-o", "all", "--json").json
+    assert everything["files"] == 5
+    assert everything["problems"] == []
+    assert _files_below("all") == {entry.name: store.get(entry.name) for entry in store.entries()}
+
+
+def test_get_of_a_folder_goes_on_behind_files_that_cannot_be_written(cli: Cli, store: Store) -> None:
+    Path("out/data/a.txt").mkdir(parents=True)
+    Path("out/data/other").write_bytes(b"stays")
+    ran = cli("get", "-r", "", "-o", "out", "--json")
+    assert ran.code == 1
+    assert (ran.json["files"], len(ran.json["problems"])) == (2, 1)
+    assert "out/data/a.txt" in ran.err
+    assert _files_below("out") == {
+        "data/b.txt": store.get("data/b.txt"), "data/other": b"stays", "large.bin": LARGE,
+    }  # fmt: skip
+
+
+def test_get_of_a_folder_says_what_is_wrong(cli: Cli, store: Store) -> None:
+    Path("file").write_bytes(b"")
+    assert "file is no folder; give a folder with -o" in cli("get", "-r", "data", "-o", "file").err
+    assert "'large.bin' is a file; leave out -r" in cli("get", "-r", "large.bin", "-o", "out").err
+    assert "there is no entry at or below 'dat' in" in cli("get", "-r", "dat", "-o", "out").err
+    assert cli("get", "-r", "../x", "-o", "out").code == 2
+    assert "name a folder with -o" in cli("get", "-r", "data", "-o", "-").err
+    assert "without -r there is nothing to report" in cli("get", "large.bin", "-o", "out", "--json").err
+    assert "`castore get -r data -o FOLDER` writes its files" in cli("get", "data", "-o", "out").err
+    assert not Path("out").exists()
+
+
+def test_get_of_a_folder_ends_at_a_full_disk(cli: Cli, store: Store) -> None:
+    os.mkdir("small")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", "small"], check=True)
+    try:
+        store.put("z", b"behind it")
+        ran = cli("get", "-r", "", "-o", "small")
+        assert ran.code == 1
+        assert ran.err.count("\n") == 1
+        assert "small/large.bin: No space left on device" in ran.err
+        assert sorted(_files_below("small")) == ["data/a.txt", "data/b.txt"]
+    finally:
+        subprocess.run(["umount", "small"], check=True)
