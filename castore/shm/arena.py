@@ -69,6 +69,7 @@ class Layout:
         self._add("slots", "B", Slots.needed(slots))
         if extents is not None:
             self._add("allocated", "Q", 1)
+            self._add("wasted", "Q", 1)
             self._add("extent of slot", "I", slots)
         #: Bytes that the creator reserves: all tables but the extents' rows, which are reserved when used.
         self.reserved = self._end

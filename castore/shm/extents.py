@@ -1,8 +1,9 @@
 """Extents: records of any length in an arena, found by slot, read without a lock.
 
-Space is allocated from the front in *extents* that never move, split or grow. A removed record leaves its
-extent to another record that fits. So nothing fragments, and a caller that evicts must choose a victim that
-is large enough.
+Space is allocated from the front in *extents*. A removed record leaves its extent to another record that
+fits, so a caller that evicts must choose a victim that is large enough. Extents move only in `Extents.put`,
+for a caller that does not evict: records that outgrow their extents leave free ones between the others, and
+once these are an eighth of the space, the records move together.
 
 The slot's state shows whether its record is valid, as in `castore.shm.slots`. An extent is in use if the slot
 that owns it is READY and refers to it. All other extents are free: those of removed records, of records that
@@ -26,6 +27,9 @@ _OWNER, _OFFSET, _END, _LENGTH = range(EXTENT_ROW)
 _END_BEFORE = _END - EXTENT_ROW
 # Bytes by which pages are reserved ahead: fewer system calls, and at most this much unused memory.
 _AHEAD = 1 << 24
+# Records move together once the bytes between them are this part of the space. So a byte that is put costs
+# moving eight at the most.
+_WASTED_PART = 8
 
 
 class Extent(NamedTuple):
@@ -64,6 +68,9 @@ class Extents:
         self._space = arena.size - arena.size % ALIGNMENT
         #: The only number to change when space is allocated: a kill leaves an extent allocated, or not.
         self._allocated = arena.table("allocated")
+        # Bytes in extents that no record of `put` takes, since records were moved together last. Only a hint:
+        # a kill may lose a change.
+        self._wasted = arena.table("wasted")
         # The last extent of each slot. It is the slot's if it was allocated and names the slot as its owner.
         self._extent_of = arena.table("extent of slot")
         self._rows = arena.table("rows")
@@ -174,7 +181,8 @@ class Extents:
     def put(self, slot: int, parts: Sequence[Buffer], length: int) -> int:
         """Write a record of ``slot``, into its extent if the bytes fit there, else into a new one.
 
-        A record that outgrows its extent leaves the extent free.
+        A record that outgrows its extent leaves the extent free. If there is no space for a new extent, and
+        enough is free between the others, their records move together.
 
         Returns:
             The slot's word, as from `Slots.publish`; 0 if there is no space. Then ``slot`` has no record.
@@ -183,18 +191,68 @@ class Extents:
             FullError: the arena has space, but ``/dev/shm`` or the machine's memory has not.
         """
         number = self._extent_of[slot]
+        row = number * EXTENT_ROW
         # An extent that names the slot as its owner is the slot's own, even if its last writer died.
-        is_own = number < self.count and self._rows[number * EXTENT_ROW + _OWNER] == slot
-        if is_own and self.capacity(number) >= length:
+        is_own = number < self.count and self._rows[row + _OWNER] == slot
+        stays = is_own and self.capacity(number) >= length
+        if is_own and self.holds(slot):
+            freed = round_up(self._rows[row + _LENGTH]) - (round_up(length) if stays else 0)
+            self._wasted[0] = max(0, self._wasted[0] + freed)
+        if stays:
             return self.replace(number, slot, parts, length)
         self.remove(slot)
-        return self.append(slot, parts, length)
+        word = self.append(slot, parts, length)
+        if not word and self._is_wasteful(length):
+            self._move_together()
+            word = self.append(slot, parts, length)
+        return word
+
+    def _is_wasteful(self, length: int) -> bool:
+        """Whether moving records together makes room for ``length`` bytes, and costs little for each byte
+        that was put since it was done last.
+        """
+        wasted = self._wasted[0]
+        enough = wasted >= self._space // _WASTED_PART or (wasted > 0 and self.count == self._limit)
+        return enough and self.used - wasted + round_up(length) <= self._space
+
+    def _move_together(self) -> None:
+        """Move all records to the front, one after another, so that all free space is behind them.
+
+        A kill loses the record that is being moved, and leaves the others where they are: before a row grows,
+        those behind it have given up its bytes, so no two extents ever overlap.
+        """
+        rows, count = self._rows, self._allocated[0]
+        live = [number for number in range(count) if self.extent(number) is not None]
+        for number in set(range(count)).difference(live):
+            rows[number * EXTENT_ROW + _OFFSET] = rows[number * EXTENT_ROW + _END]
+        end = 0
+        for place, number in enumerate(live):
+            row = number * EXTENT_ROW
+            offset, length = rows[row + _OFFSET], rows[row + _LENGTH]
+            start, end = end, end + round_up(length)
+            if (place, start) == (number, offset):
+                rows[row + _END] = end
+                continue
+            slot = rows[row + _OWNER]
+            self._slots.claim(slot)
+            rows[row + _OFFSET] = rows[row + _END]
+            target = place * EXTENT_ROW
+            rows[target + _OWNER] = slot
+            rows[target + _LENGTH] = length
+            rows[target + _OFFSET] = start
+            rows[target + _END] = end
+            self._extent_of[slot] = place
+            self._data[start : start + length] = self._data[offset : offset + length]
+            self._slots.publish(slot)
+        self._allocated[0] = len(live)
+        self._wasted[0] = 0
 
     def clear(self) -> None:
         """Remove all records and free their space. The memory stays with the segment."""
         self._slots.clear()
         # Last, because a record that can still be found must not be overwritten.
         self._allocated[0] = 0
+        self._wasted[0] = 0
 
     def remove(self, slot: int) -> None:
         """Remove the record of ``slot``. Its extent stays, free, for another record."""

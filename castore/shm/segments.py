@@ -41,7 +41,7 @@ from castore.units import format_size
 
 _MAGIC = b"castore1"
 #: The version of every layout in this package. Raise it with any change to the meaning of a segment's bytes.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 _HEAD = struct.Struct("<8sQ")  # magic (written last, so the rest is there too), length of the layout's JSON
 _HEADER = 4096
 # Pages are reserved in steps of this many bytes, so that Ctrl-C is handled in between.

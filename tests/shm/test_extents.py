@@ -109,7 +109,10 @@ def test_a_writer_killed_in_the_middle_leaves_no_half_record(arena: Arena, exten
     assert held(extents, 3) == b"c" * 64
 
 
-def test_readers_never_see_half_a_record_while_writers_replace_it(arena: Arena, extents: Extents) -> None:
+@pytest.mark.parametrize("way", ["replace", "put"])
+def test_readers_never_see_half_a_record_while_writers_replace_it(
+    arena: Arena, extents: Extents, way: str
+) -> None:
     size = 3000
     with arena.lock():
         extents.append(0, [bytes(size)], size)
@@ -120,10 +123,13 @@ def test_readers_never_see_half_a_record_while_writers_replace_it(arena: Arena, 
     def write(seed: int) -> None:
         chance = random.Random(seed)
         while not over[0] and time.monotonic() < deadline:
+            byte = bytes([chance.randrange(256)])
             with arena.lock():
-                extents.replace(
-                    chance.randrange(2), chance.randrange(4), [bytes([chance.randrange(256)]) * size], size
-                )
+                if way == "replace":
+                    extents.replace(chance.randrange(2), chance.randrange(4), [byte * size], size)
+                else:  # of changing length, so that records move together again and again
+                    length = chance.randrange(1, 1000)
+                    extents.put(chance.randrange(4), [byte * length], length)
 
     def read() -> None:
         seen: set[int] = set()
@@ -241,10 +247,45 @@ def test_what_does_not_fit_is_not_there_and_the_rest_stays(wide: Extents) -> Non
     put(wide, 0, b"a" * 6000)
     assert not put(wide, 1, b"b" * 6000)
     assert held(wide, 1) is None
-    assert not put(wide, 0, b"c" * 7000)
+    assert not put(wide, 0, b"c" * 10_000)
     assert held(wide, 0) is None, "an old record must not stand for a new one"
     assert put(wide, 2, b"d" * 2000)
     assert held(wide, 2) == b"d" * 2000
+
+
+def test_records_that_outgrow_their_places_are_kept_until_the_space_is_used(wide: Extents) -> None:
+    """Space that they leave is used again; a put fails only where live records leave less than an eighth."""
+    chance = random.Random(0)
+    records: dict[int, bytes] = {}
+    refused = 0
+    for _ in range(4000):
+        index = chance.randrange(20)
+        record = chance.randbytes(chance.randrange(900))
+        records.pop(index, None)
+        if put(wide, index, record):
+            records[index] = record
+        else:
+            refused += 1
+            live = sum(-(-len(kept) // 64) * 64 for kept in records.values())
+            assert live + 10_000 // 8 + len(record) + 64 > 9_984
+        assert wide.used <= wide.size
+    assert {index: held(wide, index) for index in range(20)} == {
+        index: records.get(index) for index in range(20)
+    }
+    assert 0 < refused < 2000
+
+
+def test_one_record_may_outgrow_its_place_more_often_than_there_are_extents() -> None:
+    arena = Arena(None, Layout(2, extents=4), 10_000, {"kind": "test"})
+    extents = Extents(arena)
+    with arena.lock():
+        assert put(extents, 1, b"neighbour")
+        for length in range(64, 4800, 64):
+            assert put(extents, 0, bytes([length % 251]) * length)
+            assert held(extents, 0) == bytes([length % 251]) * length
+        assert not put(extents, 0, bytes(10_000))
+    assert (held(extents, 0), held(extents, 1)) == (None, b"neighbour")
+    arena.close()
 
 
 def test_clear_forgets_all_and_gives_the_room_back(wide: Extents) -> None:
@@ -301,3 +342,20 @@ def test_a_reader_of_a_place_that_was_cleared_and_given_to_another_gets_nothing(
     monkeypatch.setattr(wide, "_data", _Meanwhile(data, clear_and_fill))
     assert held(wide, 1) is None
     assert bytes(data[64:128]) == b"c" * 64, "its place was not written over: this tests nothing"
+
+
+def test_a_reader_of_a_record_that_moves_meanwhile_gets_nothing(
+    wide: Extents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, byte in enumerate((b"a", b"b", b"c")):
+        put(wide, index, byte * 3000)
+    data = wide._data
+
+    def move_together() -> None:
+        monkeypatch.setattr(wide, "_data", data)
+        put(wide, 0, b"short")
+        assert put(wide, 3, b"d" * 3000), "it has space only if the others move"
+
+    monkeypatch.setattr(wide, "_data", _Meanwhile(data, move_together))
+    assert held(wide, 1) is None
+    assert [held(wide, index) for index in range(4)] == [b"short", b"b" * 3000, b"c" * 3000, b"d" * 3000]

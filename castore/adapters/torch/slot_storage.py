@@ -68,7 +68,9 @@ def plan(structure: Structure, count: int, limit: int) -> tuple[Layout, int]:
     if structure.varies:
         if limit < 1:
             raise InvalidValueError("the limit is 0 bytes, which no sample fits in; give more")
-        return Layout(count, extents=count), limit
+        # Twice as many extents as samples: those that longer samples have left are taken back all at once,
+        # after as many puts at least as there are samples.
+        return Layout(count, extents=2 * count), limit
     size = structure.nbytes
     if limit < size:
         raise InvalidValueError(

@@ -18,6 +18,7 @@ import torch
 
 from castore.adapters.torch.shared import SharedCache, get_shm_size
 from castore.errors import (
+    FullError,
     InvalidValueError,
     OutOfRangeError,
     SegmentError,
@@ -284,3 +285,16 @@ def test_a_writer_that_fails_halfway_leaves_the_slot_to_the_next(monkeypatch: py
         cache[1]
     cache.set_slot(1, sample)
     assert torch.equal(cache[1][0], image(1))
+
+
+def test_samples_that_are_replaced_by_longer_ones_are_kept_until_the_limit_is_reached() -> None:
+    cache = SharedCache("100KB", 20, data_dims=(None,), dtype=torch.uint8)
+    for length in range(10, 4000, 35):
+        for index in range(20):
+            cache[index] = torch.full((length + index,), index, dtype=torch.uint8)
+    last = length
+    for index, sample in enumerate(cache.get_slots(range(20))):
+        assert torch.equal(sample, torch.full((last + index,), index, dtype=torch.uint8))
+    with pytest.raises(FullError, match="sample 3 does not fit"):
+        cache[3] = torch.zeros(60_000, dtype=torch.uint8)
+    assert cache.get_slot(3) is None
