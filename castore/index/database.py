@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from castore.errors import read_only_error
+from castore.errors import StoreError, read_only_error
 from castore.index.beacon import CHANGED, Beacon
 from castore.index.connections import BUSY_SECONDS, CHECKPOINT_PAGES, PAUSE_SECONDS, checkpoint_at
 from castore.index.index_file import IndexFile
@@ -35,6 +36,9 @@ from castore.system.sql_errors import is_damage, is_full
 T = TypeVar("T")
 
 log = logging.getLogger("castore")
+
+# The files to which the thread that holds `fork_gate` writes.
+_writing: list[str] = []
 
 #: A time that lies further ahead than this, in seconds, came from a clock that has been set back since.
 CLOCK_SLACK = 60.0
@@ -130,6 +134,7 @@ class Index:
         read_only: bool = False,
     ) -> None:
         self.path = path
+        self._file_id = os.path.realpath(path)
         self.beacon = beacon
         self.journal = journal
         self.durable = durable
@@ -409,9 +414,11 @@ class Index:
         # and must leave neither the gate closed nor the transaction open.
         until = time.monotonic() + timeout
         while True:
+            self._require_outermost(timeout)
             with fork_gate:
                 txn = Write(self)
                 try:
+                    _writing.append(self._file_id)
                     if txn.begin(until):
                         yield txn
                         txn.commit()
@@ -419,6 +426,8 @@ class Index:
                 except BaseException as error:
                     self._roll_back(txn, error)
                     raise
+                finally:
+                    _writing.remove(self._file_id)
             time.sleep(PAUSE_SECONDS)  # forks and other threads may pass the gate
 
     def transact(self, work: Callable[[Write], T]) -> T:
@@ -427,9 +436,11 @@ class Index:
         self.require_writable()
         until = time.monotonic() + BUSY_SECONDS
         while True:
+            self._require_outermost(BUSY_SECONDS)
             with fork_gate:
                 txn = Write(self)
                 try:
+                    _writing.append(self._file_id)
                     if txn.begin(until):
                         result = work(txn)
                         txn.commit()
@@ -437,7 +448,28 @@ class Index:
                 except BaseException as error:
                     self._roll_back(txn, error)
                     raise
+                finally:
+                    _writing.remove(self._file_id)
             time.sleep(PAUSE_SECONDS)
+
+    def _require_outermost(self, timeout: float) -> None:
+        """Check that this thread changes the store in no other transaction. Signal handlers and finalisers
+        run between any two instructions, also of a transaction.
+
+        Raises:
+            StoreError: the thread does.
+            sqlite3.OperationalError: the same, where the caller does not wait for others.
+        """
+        if not fork_gate._is_owned():  # which other threads' transactions hold
+            return
+        if self._file_id in _writing:
+            if timeout < BUSY_SECONDS:
+                raise sqlite3.OperationalError("database is locked by this thread")
+            raise StoreError(
+                f"a change of the store {self.path.parent} interrupts another one of the same thread, as a "
+                "signal handler or a `__del__` may; nothing was changed here. Set a flag there, and change "
+                "the store once the interrupted call has ended"
+            )
 
     def _roll_back(self, txn: Write, error: BaseException) -> None:
         txn.abandon(error)

@@ -157,6 +157,49 @@ def _set_by_import(rows: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, str
             return
 
 
+class Part(NamedTuple):
+    """A part of a value that code reads by a constant name: ``config.size``, ``CONFIG["size"]``.
+
+    Attributes:
+        name: of the attribute, or the key.
+        is_item: whether it is the element of a key, and no attribute.
+    """
+
+    name: str
+    is_item: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def parts_read(code: types.CodeType) -> dict[tuple[str, str], frozenset[Part] | None]:
+    """The parts that code, and code inside it, reads of each outer variable's value, by kind and name as in
+    `outer_reads`. None where the code does anything else with the value than to read parts of it.
+    """
+    found: dict[tuple[str, str], frozenset[Part] | None] = {}
+    for inner in codes(code):
+        rows = [row for row in steps(inner) if row[0] not in _BESIDE]
+        for at, (opname, name) in enumerate(rows):
+            if type(name) is not str or "FAST" in opname or opname in _NO_VARIABLE:
+                continue
+            kind = "closure" if "DEREF" in opname else "global"
+            if opname.startswith("LOAD_"):
+                known = found.get((kind, name), frozenset[Part]())
+                part = _part_at(rows, at + 1)
+                found[kind, name] = None if known is None or part is None else known | {part}
+            elif opname.startswith(("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF", "DELETE_GLOBAL")):
+                found[kind, name] = None
+    return found
+
+
+def _part_at(rows: list[tuple[str, Any]], at: int) -> Part | None:
+    """The part that instructions from ``at`` on read of the value that was loaded before them."""
+    opname, argument = rows[at]
+    if opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return Part(argument, is_item=False)
+    if opname == "LOAD_CONST" and type(argument) is str and rows[at + 1][0] == "BINARY_SUBSCR":
+        return Part(argument, is_item=True)
+    return None
+
+
 class Outer(NamedTuple):
     """A value from outside that code hands on as a whole: as an argument, a result, an element.
 

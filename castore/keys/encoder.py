@@ -340,6 +340,9 @@ class Watch:
     def reference(self, value: Any, step: str, code: bytes) -> None:
         """A function refers to a value, and these are the value's canonical bytes."""
 
+    def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
+        """A function reads these parts of a value alone, each with its step and its canonical bytes."""
+
 
 # --- containers ---------------------------------------------------------------------------------------------
 

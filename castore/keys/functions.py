@@ -29,7 +29,7 @@ import sys
 import threading
 import types
 import typing
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from castore.keys import beside_code
@@ -37,20 +37,23 @@ from castore.keys.bytecode import (
     BODY_NOISE,
     Import,
     Outer,
+    Part,
     codes,
     handed_on,
     imports,
     instructions,
     outer_reads,
+    parts_read,
     steps,
 )
-from castore.keys.classes import full_name, has_member, registered
+from castore.keys.classes import full_name, has_member, per_class, registered
 from castore.keys.compiled import compiled_digest
 from castore.keys.declared import declared
 from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, refuse
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.looked_up import looked_up
 from castore.keys.registry import Table
+from castore.keys.settings import parts_of
 from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, is_compiled, lists_parts
 
 _CLASS_NOISE = {
@@ -89,7 +92,8 @@ _FIELD_OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 # Not LOAD_NAME: the body of a class with annotations has that, for `__annotations__`.
 _READS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_DEREF", "IMPORT_FROM")
-_PACKAGE = __name__.partition(".")[0]
+# Packages whose objects hold the user's values, so that the order of dicts in them may be the user's.
+_FOR_DATA = {__name__.partition(".")[0], "networkx", "numpy", "omegaconf", "pandas", "xarray"}
 # The prefix of attributes that torch.compile sets on a function and functools.wraps copies; one is an
 # address.
 _COMPILER = "_torchdynamo_"
@@ -98,7 +102,8 @@ _COMPILER = "_torchdynamo_"
 def orders(value: Any, around: bool) -> bool:
     """Whether the order of dicts counts in a value: it counts in the user's values, not in a library's.
 
-    Python's and castore's objects hold the user's values: in them the order counts as it does around them.
+    Objects of Python and castore, of packages for data, and mappings of any package hold the user's values:
+    in them the order counts as it does around them.
     """
     cls = type(value)
     if issubclass(cls, types.FunctionType):
@@ -107,7 +112,14 @@ def orders(value: Any, around: bool) -> bool:
         library = library_of_class(value if issubclass(cls, type) else cls)
     if library is None:
         return True
-    return around and (" of Python " in library or library.startswith((f"{_PACKAGE} ", f"{_PACKAGE}.")))
+    return around and (
+        " of Python " in library or re.split(r"[ .]", library, maxsplit=1)[0] in _FOR_DATA or _is_mapping(cls)
+    )
+
+
+@per_class
+def _is_mapping(cls: type) -> bool:
+    return any(base is dict or base is Mapping for base in cls.__mro__)
 
 
 def code_rule(encoder: Encoder, value: Any) -> bytes | None:
@@ -213,11 +225,13 @@ def _body(
     instructions, names, reads, texts = _content(code)
     encoder.found.texts |= texts
     yield instructions
+    parts = parts_read(code)
     for kind, name in reads:
         if kind == "closure" and name in cells:
-            yield name, _reference(encoder, _cell(cells[name]), names, f" -> closure {name!r}")
+            value = _cell(cells[name])
+            yield name, _outer(encoder, value, parts[kind, name], names, f" -> closure {name!r}")
         elif kind == "global" and name in scope:
-            yield name, _reference(encoder, scope[name], names, f" -> global {name!r}")
+            yield name, _outer(encoder, scope[name], parts[kind, name], names, f" -> global {name!r}")
         elif kind == "global":
             yield name, "builtin" if hasattr(builtins, name) else "unbound"
     statements = [statement for inner in codes(code) for statement in imports(inner)]
@@ -237,6 +251,17 @@ def _body(
             name = value.name[1] if value.kind == "import" else value.name
             step = "".join([f" -> {value.kind} {name!r}", *(f".{read}" for read in value.attributes)])
             yield "whole", encoder.part(module, step)
+
+
+def _outer(encoder: Encoder, value: Any, parts: Set[Part] | None, names: Set[str], step: str) -> bytes:
+    """The value of an outer variable; of settings, those that the code reads."""
+    settings = parts_of(value, parts, names)
+    if settings is None:
+        return _reference(encoder, value, names, step)
+    counted = [(inner, item, encoder.part(item, step + inner)) for inner, item in settings]
+    if encoder.watch is not None:
+        encoder.watch.settings(value, step, counted)
+    return encoder.tagged("settings", *((inner, code) for inner, _, code in counted))
 
 
 def _reference(encoder: Encoder, value: Any, names: Set[str], step: str) -> bytes:

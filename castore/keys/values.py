@@ -371,6 +371,8 @@ def _sparse(encoder: Encoder, plain: Any) -> Iterator[Any]:
         joined = plain.coalesce()
         if not torch.equal(joined.indices(), plain._indices()):
             yield from ("not coalesced", encoder.part(plain._indices()), encoder.part(plain._values()))
+        elif not plain.is_coalesced():  # `.indices()` refuses it
+            yield "not marked as coalesced"
         plain = joined
         places = [plain.indices()]
     elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -236,7 +236,11 @@ class BlobSource:
         self._usage.counts["disk_hits"] += 1
 
     def get_many(self, names: list[str]) -> list[bytes | None]:
-        """`get` for many names, with one query for all names that are not remembered."""
+        """`get` for many names, with one query for all names that are not remembered.
+
+        The names are those of one moment: of a batch that is written meanwhile, all are new or none.
+        """
+        began = self._words[CHANGED]
         results: list[bytes | None] = []
         unknown: list[str] = []
         for name in names:
@@ -245,14 +249,23 @@ class BlobSource:
             results.append(data)
             if data is None:
                 unknown.append(check_name(name))
+        changed = self._beacon.settled()
+        found = self._index.find_many(unknown) if unknown else {}
+        # A change is announced before its commit, so without one, the names that were remembered are of the
+        # query's moment.
+        if self._words[CHANGED] != began and len(unknown) < len(names):
+            unknown, results = [*map(check_name, names)], [None] * len(names)
+            changed = self._beacon.settled()
+            found = self._index.find_many(unknown)
         if unknown:
-            self._look_up_many(names, unknown, results)
+            self._read_many(names, found, changed, results)
         return results
 
-    def _look_up_many(self, names: list[str], unknown: list[str], results: list[bytes | None]) -> None:
-        changed = self._beacon.settled()
+    def _read_many(
+        self, names: list[str], found: dict[str, Found], changed: int, results: list[bytes | None]
+    ) -> None:
         now = time.time()
-        found = self._with_bytes(self._index.find_many(unknown), now)
+        found = self._with_bytes(found, now)
         for place, name in enumerate(names):
             if results[place] is None:
                 row = found.get(name)

@@ -27,7 +27,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset
+import transformers
+from datasets import Dataset, Features, Value
 from PIL import Image, TiffImagePlugin
 from torch.nn.utils import parametrizations, parametrize
 
@@ -216,6 +217,16 @@ STEPS = {"add": 1, "double": 2}
 BACK = {"double": 2, "add": 1}
 
 
+def objects(order: dict[str, int]) -> Any:
+    array = np.empty(1, object)
+    array[0] = order
+    return array
+
+
+def features_of(order: dict[str, int]) -> Features:
+    return Features({name: Value("int64") for name in order})
+
+
 class InDict(dict[str, int]):
     """A dict of the user's own class."""
 
@@ -361,6 +372,15 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
     "orders in modules of the user's": [
         lambda: Scaled(1, STEPS), lambda: Scaled(1, BACK),  # type: ignore[arg-type]
     ],
+    "orders in arrays of objects": [lambda: objects(STEPS), lambda: objects(BACK)],
+    "orders in frames": [
+        lambda: pd.DataFrame({"a": [STEPS]}), lambda: pd.DataFrame({"a": [BACK]}),
+        lambda: pd.Series([STEPS]), lambda: pd.Series([BACK]),
+    ],
+    "orders in mappings of libraries": [
+        lambda: transformers.BatchEncoding(STEPS), lambda: transformers.BatchEncoding(BACK),
+        *(functools.partial(features_of, order) for order in (STEPS, BACK)),
+    ],
     "orders inside of a library's object": [
         lambda: transformer(closing(STEPS)), lambda: transformer(closing(BACK)),
     ],
@@ -376,6 +396,10 @@ DISTINCT: dict[str, list[Callable[[], Any]]] = {
     "parametrised modules": [
         lambda: parametrized(Symmetric()), lambda: parametrized(Antisymmetric()), lambda: weight_norm(0),
         lambda: weight_norm(1),
+    ],
+    "sparse tensors that are coalesced, or not": [
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2), (2,)),
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2), (2,)).coalesce(),
     ],
     "sparse tensors with a place twice": [
         lambda: torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.ones(2), (2,)),

@@ -205,3 +205,22 @@ def test_what_is_read_once_is_not_remembered_and_what_is_remembered_is_bounded(
         finally:
             tracemalloc.stop()
         assert held < count // 2 * 800
+
+
+def test_the_names_of_get_many_are_those_of_one_moment(tmp_path: Path) -> None:
+    """A batch that is written between the look at one name and the look at another is seen whole."""
+    with Store(tmp_path / "store") as store, Store(tmp_path / "store") as writer:
+        writer.put_many([("a", b"old"), ("b", b"old")])
+        for _ in range(2):  # `a` is remembered from its second read on, `b` is not
+            assert store.get("a") == b"old"
+        find_many = store.parts.index.find_many
+
+        def find_after_a_batch(names: list[str]) -> object:
+            if names == ["b"]:
+                with writer.batch() as batch:
+                    batch.put("a", b"new")
+                    batch.put("b", b"new")
+            return find_many(names)
+
+        store.parts.index.find_many = find_after_a_batch  # type: ignore[method-assign, assignment]
+        assert store.get_many(["a", "b", "a"]) == [b"new"] * 3

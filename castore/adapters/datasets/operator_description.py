@@ -166,6 +166,11 @@ class _Notes(Watch):
             what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
             self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
 
+    def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
+        """As in Watch: a note of each part."""
+        for inner, item, code in parts:
+            self.reference(item, step + inner, code)
+
 
 def _qualified(function: types.FunctionType) -> str:
     return f"{function.__module__}.{function.__qualname__}"

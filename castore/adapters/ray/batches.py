@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from ray.data.block import BlockAccessor
 
 from castore.adapters.datasets import operator_fingerprint
 from castore.adapters.ray.nodes import Place
+from castore.errors import CacheWarning, InvalidValueError, UnhashableError, warn
 from castore.keys.encoder import key
 from castore.store import Store
 
@@ -50,66 +52,127 @@ def map_batches(
         options: of Ray's ``map_batches``.
 
     Raises:
-        InvalidValueError: the store has no ``remote``.
+        InvalidValueError: the store has no ``remote``, or the function is async.
         UnhashableError: the function has no stable hash.
+
+    Warns:
+        CacheWarning: in a worker whose code of the function is another one: its results are not kept.
     """
+    if any(map(_is_async, (function, getattr(function, "__call__", None)))):  # noqa: B004 - a class has one
+        raise InvalidValueError(
+            f"{function!r} is async, which castore's map_batches does not take; use Ray's"
+        )
     given = {name: options.pop(name, None) for name in _ARGUMENTS}
     made = partial(function, *(given["fn_constructor_args"] or ()), **(given["fn_constructor_kwargs"] or {}))
     arguments = given["fn_args"] or (), given["fn_kwargs"] or {}
     is_class = isinstance(function, type)
     call = partial(_arguments, *arguments[0], **arguments[1])
     operator = made if is_class else function
-    fingerprint = operator_fingerprint(operator)
+    own = fingerprint = operator_fingerprint(operator)
     if any(arguments):  # beside the function, which may read the docstrings of functions that it gets
         fingerprint = key([fingerprint, operator_fingerprint([operator, call])])
-    settings = Place.of(store), fingerprint, batch_format, arguments
-    options |= {"batch_size": batch_size, "batch_format": "pyarrow"}
+    # Blocks come as they are: a block of pandas would lose some of its types on the way through Arrow.
+    options |= {"batch_size": batch_size, "batch_format": None}
+    settings = Place.of(store), operator, own, fingerprint, batch_format, arguments
     if is_class:
-        return dataset.map_batches(_KeptBatches, fn_constructor_args=(made, *settings), **options)
-    kept = _KeptBatches(lambda: function, *settings)
+        return dataset.map_batches(_KeptBatches, fn_constructor_args=settings, **options)
+    kept = _KeptBatches(*settings)
 
-    def find_or_compute(batch: pa.Table) -> pa.Table:  # Ray takes functions and classes, and no objects
+    def find_or_compute(batch: Any) -> pa.Table:  # Ray takes functions and classes, and no objects
         return kept(batch)
 
     return dataset.map_batches(find_or_compute, **options)
+
+
+def _is_async(function: object) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+
+
+class _OtherCodeError(Exception):
+    """The function is another one here than where its fingerprint was taken."""
 
 
 class _KeptBatches:
     """A function of a batch that looks for each result in the node's store first.
 
     Args:
-        make: makes the function that computes, when the first batch is not kept.
         place: of the node's store.
-        fingerprint, batch_format: of the function, and of what it takes.
+        operator: the function; or what makes it, a partial of a class, when the first batch is not kept.
+        own: the operator's fingerprint where the work was begun. Ray sends functions of modules by their
+            names, and a worker may have other files, or have imported them before they were edited.
+        fingerprint: of the operator and its arguments.
+        batch_format: what the function takes.
         arguments: of the function besides the batch, and those with names.
     """
 
     def __init__(
         self,
-        make: Callable[[], Callable[..., Any]],
         place: Place,
+        operator: Callable[..., Any],
+        own: str,
         fingerprint: str,
         batch_format: str,
         arguments: tuple[Any, dict[str, Any]],
     ) -> None:
-        self._make, self._place = make, place
+        self._place, self._operator, self._own = place, operator, own
         self._fingerprint, self._batch_format, self._arguments = fingerprint, batch_format, arguments
         self._function: Callable[..., Any] | None = None
+        self._is_other: bool | None = None  # than where the work was begun; None before the first look
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        name = f"{BATCHES_FOLDER}/{key([self._fingerprint, self._batch_format, _digest(batch)])}"
-        table: pa.Table = _open(self._place).get_or_compute(name, lambda: self._compute(batch))
+    def __call__(self, batch: Any) -> pa.Table:
+        name = f"{BATCHES_FOLDER}/{key([self._fingerprint, self._batch_format, self._digest(batch)])}"
+        try:
+            table: pa.Table = _open(self._place).get_or_compute(name, lambda: self._compute_own(batch))
+        except _OtherCodeError:
+            return self._compute(batch)
         return table
 
-    def _compute(self, batch: pa.Table) -> pa.Table:
+    def _compute_own(self, batch: Any) -> pa.Table:
+        """The result, for keeping.
+
+        Raises:
+            _OtherCodeError: the function is another one here.
+        """
+        if self._is_other is None:
+            self._is_other = _fingerprint_here(self._operator) != self._own
+            if self._is_other:
+                warn(
+                    f"{_name(self._operator)} is another function in this worker of Ray than where the work "
+                    "was begun, so its results are not kept; start Ray's workers anew, with the same files",
+                    CacheWarning,
+                )
+        if self._is_other:
+            raise _OtherCodeError
+        return self._compute(batch)
+
+    def _compute(self, batch: Any) -> pa.Table:
         if self._function is None:
-            self._function = self._make()
+            is_class = isinstance(self._operator, partial) and isinstance(self._operator.func, type)
+            self._function = self._operator() if is_class else self._operator
         positional, named = self._arguments
         given = BlockAccessor.for_block(batch).to_batch_format(self._batch_format)
         result = self._function(given, *positional, **named)
         parts = result if inspect.isgenerator(result) else [result]
         tables = [BlockAccessor.for_block(BlockAccessor.batch_to_block(part)).to_arrow() for part in parts]
-        return tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="default")
+        if len(tables) == 1:
+            return tables[0]
+        return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
+
+    def _digest(self, batch: Any) -> str:
+        """The digest of a batch's columns, types and rows, wherever its rows lie in memory."""
+        if not isinstance(batch, pa.Table):  # a block of pandas
+            return operator_fingerprint(batch)
+        sink = pa.BufferOutputStream()
+        # A slice has other buffers.
+        whole = batch.take(pa.array(range(len(batch)), pa.int64())).combine_chunks()
+        if self._batch_format == "numpy":  # arrays have no metadata
+            whole = whole.replace_schema_metadata(None)
+            with pa.ipc.new_stream(sink, whole.schema.remove_metadata()) as writer:
+                writer.write_table(whole)
+        else:
+            with pa.ipc.new_stream(sink, whole.schema) as writer:
+                writer.write_table(whole)
+        return blake3(sink.getvalue()).hexdigest()
 
 
 def _arguments(*positional: Any, **named: Any) -> None:
@@ -121,10 +184,12 @@ def _open(place: Place) -> Store:
     return place.open()
 
 
-def _digest(batch: pa.Table) -> str:
-    """The digest of a batch's columns, types and rows, wherever its rows lie in memory."""
-    sink = pa.BufferOutputStream()
-    whole = batch.take(pa.array(range(len(batch)), pa.int64())).combine_chunks()  # a slice has other buffers
-    with pa.ipc.new_stream(sink, whole.schema.remove_metadata()) as writer:
-        writer.write_table(whole.replace_schema_metadata(None))
-    return blake3(sink.getvalue()).hexdigest()
+def _fingerprint_here(operator: Callable[..., Any]) -> str | None:
+    with suppress(UnhashableError):
+        return operator_fingerprint(operator)
+    return None
+
+
+def _name(operator: Any) -> str:
+    function = operator.func if isinstance(operator, partial) else operator
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

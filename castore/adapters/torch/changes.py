@@ -105,11 +105,12 @@ class Changes:
         """
         if not self._watched:
             return
-        self._process = os.getpid()
         self._check(0)
         # A forked worker has the bindings of its parent.
         if not (self._is_slow and self._bindings) or any(binding.is_old() for binding in self._bindings):
             self._check_outside()
+        # Only now: a loader's worker goes on after an error, and its next sample must be refused as well.
+        self._process = os.getpid()
 
     def _check_outside(self) -> None:
         outside = _outside(self._data)

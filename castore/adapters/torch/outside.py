@@ -135,6 +135,10 @@ class _Outside(Watch):
         else:
             self._note_value(label, (label.split("'")[1],), value)
 
+    def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
+        # Other functions may write to a part: `reads` needs all of them.
+        self.reference(value, step, b"")
+
     def _note_value(self, label: str, path: tuple[str, ...], value: Any) -> None:
         attributes = _plain_attributes(value) if len(path) < _DEEPEST else None
         if attributes is not None:

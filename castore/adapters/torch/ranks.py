@@ -1,8 +1,9 @@
 """The place of this process among the processes of a training job, from torchrun's environment variables.
 
-Assumes nothing: without torchrun there is one rank, on one node. Reads the environment at each call, because
-launchers set it late. Must never need `torch` or a process group: datasets are made before, or without,
-`init_process_group`.
+Other launchers set fewer: Lightning tells the rank on the node alone, and `torch.multiprocessing.spawn`
+nothing. The process group, if there is one, tells the rest. Without all of these there is one rank, on one
+node. Reads the environment at each call, because launchers set it late. Must never need `torch`
+or a process group: datasets are made before, or without, `init_process_group`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ from castore.units import as_whole
 # Counts the unnamed things that this process made: all ranks of a job make theirs in the same order.
 _made = itertools.count()
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+# With one of these as MASTER_ADDR, all ranks run on this machine.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,10 @@ def read_ranks(
     `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE` default to 0, 0, 1, 1. The node is `GROUP_RANK`
     of `GROUP_WORLD_SIZE`; without these two variables every node is taken to run `LOCAL_WORLD_SIZE` ranks.
 
+    Where `RANK` is missing, the process group counts, if it is initialised, and else `LOCAL_RANK` on the node
+    `NODE_RANK`. Where `LOCAL_WORLD_SIZE` is missing, and `MASTER_ADDR` is this machine's loopback, all ranks
+    are of one node.
+
     Args:
         environ: the variables; None for those of this process.
         rank, num_replicas: the rank and the world size, in place of the variables, as in
@@ -54,12 +62,15 @@ def read_ranks(
     Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, node=0, nodes=1)
     >>> read_ranks({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}).node
     1
+    >>> lightning = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    >>> read_ranks(lightning)
+    Ranks(rank=1, local_rank=1, world_size=2, local_world_size=2, node=0, nodes=1)
     >>> read_ranks({"RANK": "2", "WORLD_SIZE": "2"})
     Traceback (most recent call last):
     castore.errors.InvalidValueError: RANK is 2, but WORLD_SIZE is 2: ranks run from 0 to 1; start with
     torchrun, or set both
     """
-    environ = os.environ if environ is None else environ
+    environ = _completed(os.environ if environ is None else environ)
     local_rank, local_size = _pair(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if rank is None and num_replicas is None:
         own, size = _pair(environ, "RANK", "WORLD_SIZE")
@@ -76,6 +87,33 @@ def read_ranks(
         _check_below(own, size, "rank", "num_replicas", "give both")
     node, nodes = _node(environ, own, size, local_size)
     return Ranks(own, local_rank, size, local_size, node, nodes)
+
+
+def _completed(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables, and those that this launcher has left out."""
+    found = dict(environ)
+    if not _has(found, "RANK") and (group := _group()) is not None:
+        found |= {"RANK": str(group[0]), "WORLD_SIZE": str(group[1])}
+    if not _has(found, "LOCAL_RANK"):
+        return found
+    if not _has(found, "LOCAL_WORLD_SIZE") and found.get("MASTER_ADDR") in _LOOPBACK:
+        found["LOCAL_WORLD_SIZE"] = found.get("WORLD_SIZE", "")
+    if not _has(found, "RANK"):
+        before = _whole(found, "NODE_RANK", 0) * _whole(found, "LOCAL_WORLD_SIZE", 1)
+        found["RANK"] = str(before + _whole(found, "LOCAL_RANK", 0))
+    return found
+
+
+def _has(environ: Mapping[str, str], name: str) -> bool:
+    return bool(environ.get(name, "").strip())
+
+
+def _group() -> tuple[int, int] | None:
+    """Rank and size of the process group; None if no code of this process has initialised one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _node(environ: Mapping[str, str], rank: int, size: int, local_size: int) -> tuple[int, int]:

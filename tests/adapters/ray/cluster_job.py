@@ -5,6 +5,7 @@ usage: unshare --net python -m tests.adapters.ray.cluster_job FOLDER
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -192,6 +195,91 @@ def keeps_batches_of_all_kinds_of_functions(nodes: Nodes, store: Store) -> None:
         assert {str(each.take_all()) for each in kept} == {str(plain.take_all())}
 
 
+def _unit(batch: Any) -> Any:
+    return pa.table({"unit": [batch.schema.metadata[b"unit"].decode()] * len(batch)})
+
+
+def _doubled(batch: Any) -> Any:
+    return {"length": [len(np.asarray(value + value)) for value in batch["a"]]}
+
+
+def _texts(batch: Any) -> Any:
+    return {"text": [str(value) for value in batch["a"]]}
+
+
+def _above_one(batch: Any) -> Any:
+    return pd.DataFrame({"is": ["high" if value > 1 else "low" for value in batch["a"]]})
+
+
+def _missing(batch: Any) -> Any:
+    column = batch["a"]
+    return pd.DataFrame({"dtype": [str(column.dtype)], "missing": [int((column != column).sum())]})
+
+
+def _large_ones(batch: Any) -> Any:
+    for number in batch["a"]:
+        if number >= 4:
+            yield {"a": np.array([number])}
+
+
+def _int_then_float(batch: Any) -> Any:
+    yield {"a": np.array([1])}
+    yield {"a": np.array([1.5])}
+
+
+class _Async:
+    async def __call__(self, batch: Any) -> Any:
+        yield batch
+
+
+def gives_what_ray_alone_gives(nodes: Nodes, store: Store) -> None:
+    """Blocks of pandas reach the function as they are, and what makes batches differ tells them apart."""
+
+    def frame(*values: Any) -> Any:
+        return ray.data.from_pandas(pd.DataFrame({"a": [*values]}))
+
+    table = pa.table({"a": [1, 2]})
+    cases: list[tuple[Any, Any, str]] = [
+        *((ray.data.from_arrow(table.replace_schema_metadata({"unit": unit})), _unit, "pyarrow")
+          for unit in ("mm", "inch")),
+        (frame([1], [2, 3]), _doubled, "numpy"),
+        (frame({"x": 1}, {"y": 2}), _texts, "numpy"),
+        (frame({"y": 2}, {"x": 1}), _texts, "numpy"),
+        (frame(2.0, float("nan")), _above_one, "pandas"),
+        (frame(2.0, float("nan")), _missing, "pandas"),
+        (frame(*range(8)), _large_ones, "numpy"),
+        (frame(*range(4)), _int_then_float, "numpy"),
+    ]  # fmt: skip
+    for data, function, batch_format in cases:
+        plain = data.map_batches(function, batch_size=4, batch_format=batch_format).take_all()
+        for _ in range(2):
+            kept = map_batches(data, function, store, batch_size=4, batch_format=batch_format)
+            assert str(kept.take_all()) == str(plain), function.__name__
+    with pytest.raises(InvalidValueError, match="is async"):
+        map_batches(frame(1), _Async, store)
+
+
+def keeps_nothing_of_workers_with_other_code(nodes: Nodes, store: Store) -> None:
+    """Ray sends functions of modules by name, and a worker may import another file by then."""
+    modules = nodes.folder / "modules"
+    modules.mkdir()
+    code = "def scale():\n    return 2\n\ndef scaled(batch):\n    return {'made': batch['id'] * scale()}\n"
+    (modules / "edited.py").write_text(code)
+    sys.path.insert(0, str(modules))
+    scaled = importlib.import_module("edited").scaled
+
+    def run_on_new_workers(begun: str) -> list[int]:
+        variables = {"PYTHONPATH": f"{modules}{os.pathsep}{os.environ['PYTHONPATH']}", "BEGUN": begun}
+        runtime = {"env_vars": variables | {"PYTHONDONTWRITEBYTECODE": "1"}}
+        made = map_batches(ray.data.range(8), scaled, store, runtime_env=runtime)
+        return sorted(row["made"] for row in made.take_all())
+
+    (modules / "edited.py").write_text(code.replace("return 2", "return 33"))
+    assert run_on_new_workers("edited") == [*range(0, 8 * 33, 33)], "as Ray alone does"
+    (modules / "edited.py").write_text(code)
+    assert run_on_new_workers("restored") == [*range(0, 16, 2)]
+
+
 def runs_a_recipe_by_the_command_line(nodes: Nodes, store: Store) -> None:
     texts = [{"text": f"A line of text, number {number}. " + _PAD} for number in range(1000)]
     (nodes.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -233,6 +321,8 @@ def main(folder: Path) -> None:
                 refuses_stores_and_pipelines_that_share_nothing,
                 keeps_batches,
                 keeps_batches_of_all_kinds_of_functions,
+                gives_what_ray_alone_gives,
+                keeps_nothing_of_workers_with_other_code,
                 runs_a_recipe_by_the_command_line,
             ):
                 case(nodes, store)

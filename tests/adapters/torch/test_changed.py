@@ -1060,3 +1060,51 @@ def test_objects_of_a_programs_own_classes_are_no_change_in_a_spawned_worker(tmp
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "[8, 18, 28] [8, 18, 28]\nTrue\n"
+
+
+# A loader's worker prefetches: it goes on after an error. The module changes between wrapping and workers.
+EDITED_MEANWHILE = """
+import sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+from castore import InvalidValueError
+from castore.adapters.torch import CachedDataset, LazyShardDataset
+
+if __name__ == "__main__":
+    import scaled
+    data = scaled.Scaled()
+    cached = CachedDataset(data, sys.argv[1])
+    Path(scaled.__file__).write_text(Path(scaled.__file__).read_text().replace("return 2", "return 33"))
+    loader = DataLoader(cached, batch_size=2, num_workers=1, multiprocessing_context="spawn", collate_fn=list)
+    batches = iter(loader)
+    for _ in range(4):
+        try:
+            next(batches)
+        except InvalidValueError as error:
+            assert "has been changed since the dataset was wrapped" in str(error), error
+        else:
+            raise AssertionError("a sample of changed code")
+    del batches
+    assert [int(cached[index]) for index in range(8)] == [0, 2, 4, 6, 8, 10, 12, 14]
+"""
+SCALED = """
+import torch
+
+def scale():
+    return 2
+
+class Scaled(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index * scale())
+"""
+
+
+def test_a_worker_whose_code_differs_keeps_nothing_after_its_first_error_either(tmp_path: Path) -> None:
+    (tmp_path / "scaled.py").write_text(SCALED)
+    (tmp_path / "program.py").write_text(EDITED_MEANWHILE)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-B", tmp_path / "program.py", tmp_path / "store"]
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path, timeout=120)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +54,52 @@ def test_nodes_are_counted_where_a_launcher_does_not_number_them() -> None:
 def test_nodes_of_unequal_size_are_what_the_launcher_says() -> None:
     uneven = TORCHRUN | {"RANK": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1"}
     assert (read_ranks(uneven).node, read_ranks(uneven).nodes) == (1, 2)
+
+
+# As Lightning sets them for the processes that it starts itself.
+LIGHTNING = {
+    "LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_ranks_that_lightning_starts_are_those_of_one_node() -> None:
+    found = [read_ranks(LIGHTNING | {"LOCAL_RANK": str(local)}) for local in range(4)]
+    assert found == [Ranks(local, local, 4, 4, 0, 1) for local in range(4)]
+    assert len({job_id(LIGHTNING | {"LOCAL_RANK": str(local)}) for local in range(4)} - {None}) == 1
+
+
+def test_ranks_of_several_nodes_need_the_size_of_a_node() -> None:
+    apart = LIGHTNING | {"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1"}
+    with pytest.raises(CastoreError, match=r"LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1"):
+        read_ranks(apart)
+    assert read_ranks(apart | {"LOCAL_WORLD_SIZE": "2"}) == Ranks(3, 1, 4, 2, 1, 2)
+
+
+_GROUP_OF_TWO = """
+import sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from castore.adapters.torch.ranks import Ranks, read_ranks
+
+def check(rank, place):
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    assert read_ranks() == Ranks(rank, 0, 2, 1, rank, 2), read_ranks()
+    assert read_ranks(rank=0, num_replicas=1) == Ranks()
+    dist.destroy_process_group()
+    assert read_ranks() == Ranks()
+
+if __name__ == "__main__":
+    mp.spawn(check, (sys.argv[1],), nprocs=2)
+"""
+
+
+def test_a_process_group_without_variables_tells_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(_GROUP_OF_TWO)
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "group")]
+    alone = {name: text for name, text in os.environ.items() if name not in TORCHRUN}
+    path = os.pathsep.join(filter(None, sys.path))
+    subprocess.run(command, check=True, env=alone | {"PYTHONPATH": path}, timeout=140)
 
 
 def test_a_given_rank_goes_before_the_variables() -> None:

@@ -1,0 +1,257 @@
+"""Settings that code reads by name: those count, and no others; all count where the code does anything else.
+
+Each form of code is run with one setting after another changed. A result that differs must have another key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from castore.keys.objects import function_fingerprint
+
+START = {"a": 3, "b": 5, "c": 7}
+
+
+@dataclasses.dataclass
+class Fields:
+    a: int = 3
+    b: int = 5
+    c: int = 7
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    a: int = 3
+    b: int = 5
+    c: int = 7
+
+
+class Derived(Fields):
+    def total(self) -> int:
+        return self.a + self.b
+
+
+class InClass(types.SimpleNamespace):
+    b = 5
+    c = 7
+
+
+def class_of_settings() -> Any:
+    return type("CFG", (), {**START, "__module__": __name__})
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "namespace": lambda: types.SimpleNamespace(**START),
+    "arguments": lambda: argparse.Namespace(**START),
+    "dataclass": Fields,
+    "slots": Slots,
+    "derived": Derived,
+    "in the class": lambda: InClass(a=3),
+    "class": class_of_settings,
+    "dict": lambda: dict(START),
+}
+
+#: Code that reads settings by their names alone, and the names.
+BY_NAME = {
+    "return x + cfg.a": "a",
+    "return x if cfg.a > 2 else cfg.b": "ab",
+    "return [y + cfg.a for y in (x, x)]": "a",
+    "return (lambda y: y * cfg.b)(x)": "b",
+    'return f"{x}{cfg.c}"': "c",
+    "while x < cfg.a: x += cfg.b\nreturn x": "ab",
+    "return cfg.a or cfg.b": "ab",
+    "return not cfg.a, -cfg.b": "ab",
+    "def inner():\n    return cfg.c + x\nreturn inner()": "c",
+    "return 1 < cfg.a < cfg.b": "ab",
+    "return [*range(cfg.a)]": "a",
+    "class Inner:\n    size = cfg.a\nreturn Inner.size": "a",
+    "try:\n    return x / cfg.a\nfinally:\n    x = cfg.b": "ab",
+    "return max(x, cfg.a, key=lambda y: y - cfg.b)": "ab",
+    "return sum(y * cfg.a for y in range(cfg.c))": "ac",
+    "return {'a': cfg.a}[str('a')]": "a",
+    "assert cfg.a\nreturn x": "a",
+    "return (x and cfg).c": "c",
+    "return x.__class__(cfg.a)": "a",
+}
+#: Code that does something else with the settings.
+AS_A_WHOLE = [
+    "return read(cfg, 'a') + x",
+    "return (c := cfg) and c.b + c.a",
+    "c = cfg\nreturn c.a + c.b",
+    "return [read(s, 'b') for s in [cfg]]",
+    "s, t = cfg, cfg\nreturn s.a + t.c",
+    "return (cfg and cfg).c",
+    "return everything(cfg)",
+    "return read(*[cfg, 'a'])",
+    "return read(**{'s': cfg, 'name': 'c'})",
+    "return eval('read(cfg, \"b\")') + cfg.a",
+    "return read(globals().get('cfg') or cfg, 'c') + cfg.a",
+    "cfg.a += 1\nresult = cfg.a\ncfg.a -= 1\nreturn result + cfg.b",
+    "def inner(s=cfg):\n    return s.a\nreturn inner()",
+    "return (lambda s: s.b)(cfg) + cfg.a",
+    "def inner():\n    yield cfg\nreturn [s.a + s.b for s in inner()]",
+    "match cfg:\n    case s:\n        return s.a + s.b",
+]
+
+
+def read(s: Any, name: str) -> Any:
+    return s[name] if isinstance(s, dict) else getattr(s, name)
+
+
+def everything(s: Any) -> list[Any]:
+    return [read(s, name) for name in "abc"]
+
+
+def change(settings: Any, name: str, value: int) -> None:
+    if isinstance(settings, dict):
+        settings[name] = value
+    else:
+        setattr(settings, name, value)
+
+
+def made(body: str, settings: Any, place: str) -> Callable[[int], Any]:
+    """A function with that body, which reads the settings from a global or from a closure."""
+    if isinstance(settings, dict):
+        body = re.sub(r"\b(cfg|c|s|t)\.([abc])\b", r"\1['\2']", body)
+        body = re.sub(r"\)\.([abc])\b", r")['\1']", body)
+    lines = "def f(x):\n" + textwrap.indent(body, "    ")
+    if place == "closure":
+        lines = "def make(cfg):\n" + textwrap.indent(lines, "    ") + "\n    return f\nf = make(cfg)"
+    scope: dict[str, Any] = {
+        "__name__": __name__, "cfg": settings, "read": read, "everything": everything,
+    }  # fmt: skip
+    exec(lines, scope)
+    function: Callable[[int], Any] = scope["f"]
+    return function
+
+
+def _changed(body: str, kind: str, place: str) -> tuple[set[str], set[str]]:
+    """The settings that change the result, and those that change the key."""
+
+    def run(name: str | None) -> tuple[object, str]:
+        settings = KINDS[kind]()
+        if name is not None:
+            change(settings, name, START[name] + 1)
+        function = made(body, settings, place)
+        before = function_fingerprint(function)
+        result = function(1)
+        assert function_fingerprint(function) == before
+        return result, before
+
+    result, key = run(None)
+    others = {name: run(name) for name in START}
+    changing = {name for name, (other, _) in others.items() if other != result}
+    return changing, {name for name, (_, other) in others.items() if other != key}
+
+
+@pytest.mark.parametrize("place", ["global", "closure"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_that_are_read_by_name_count_alone(kind: str, place: str) -> None:
+    for body, names in BY_NAME.items():
+        changing, counted = _changed(body, kind, place)
+        assert changing <= counted == set(names), body
+
+
+@pytest.mark.parametrize("place", ["global", "closure"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_settings_count_where_code_does_anything_else(kind: str, place: str) -> None:
+    for body in AS_A_WHOLE:
+        changing, counted = _changed(body, kind, place)
+        assert changing, body
+        assert counted == {"a", "b", "c"}, body
+
+
+class WithProperty:
+    def __init__(self) -> None:
+        self.a, self.b = 1, 2
+
+    @property
+    def both(self) -> int:
+        return self.a + self.b
+
+
+class Lazy:
+    a = 1
+
+    def __getattr__(self, name: str) -> int:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return int(vars(self).get("hidden", 0)) + len(name)
+
+
+class Own:
+    def __init__(self) -> None:
+        self.a, self.b = 1, 2
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        return found + object.__getattribute__(self, "b") if name == "a" else found
+
+
+class Meta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        return type.__getattribute__(cls, "b" if name == "a" else name)
+
+
+class OfMeta(metaclass=Meta):
+    a, b = 1, 2
+
+
+class Known:
+    def __init__(self) -> None:
+        self.a, self.b = 1, 2
+
+    def __castore_key__(self) -> int:
+        return self.b
+
+
+class Ordered(dict[str, int]):
+    def __getitem__(self, key: str) -> int:
+        return sum(self.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "body", "change"),
+    [
+        (WithProperty(), "return cfg.both", lambda cfg: setattr(cfg, "b", 3)),
+        (Lazy(), "return cfg.anything", lambda cfg: setattr(cfg, "hidden", 3)),
+        (Own(), "return cfg.a", lambda cfg: setattr(cfg, "b", 3)),
+        (OfMeta, "return cfg.a", lambda cfg: setattr(cfg, "b", 3)),
+        (Known(), "return cfg.a", lambda cfg: setattr(cfg, "b", 3)),
+        (Ordered(a=1, b=2), "return cfg['a']", lambda cfg: cfg.update(b=3)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_python_alone_does_not_find_counts_as_a_whole(
+    settings: Any, body: str, change: Callable[[Any], object]
+) -> None:
+    function = made(body, settings, "global")
+    before = function_fingerprint(function)
+    change(settings)
+    assert function_fingerprint(function) != before
+
+
+def test_a_setting_counts_by_all_that_lies_in_it() -> None:
+    settings = types.SimpleNamespace(model={"size": 1, "layers": [1, 2]}, step=0)
+    function = made("return cfg.model['size']", settings, "global")
+    before = function_fingerprint(function)
+    settings.step = 1
+    assert function_fingerprint(function) == before
+    settings.model["layers"].append(3)
+    assert function_fingerprint(function) != before
+
+
+def test_a_setting_that_comes_to_be_missing_counts() -> None:
+    settings = types.SimpleNamespace(a=1)
+    function = made("return cfg.a if x else None", settings, "global")
+    before = function_fingerprint(function)
+    del settings.a
+    assert function_fingerprint(function) != before
