@@ -963,10 +963,10 @@ class Store:
         return self.parts.relieve(lambda: self.index.transact(delete))
 
     def pin(self, name: str) -> None:
-        """Have gc leave an entry alone, expired or not.
+        """Have gc leave an entry alone, also once it has expired.
 
         Raises:
-            NotFoundError: there is no such entry.
+            NotFoundError: there is no such entry, or it has expired already.
             InvalidNameError: nothing can have that name.
         """
         self._set_pinned(name, True)
@@ -982,7 +982,7 @@ class Store:
 
     def _set_pinned(self, name: str, pinned: bool) -> None:
         with self.index.write() as txn:
-            if not txn.set_pinned(check_name(name), pinned):
+            if not txn.set_pinned(check_name(name), pinned, time.time()):
                 raise self._not_found(name)
 
     # Dictionaries

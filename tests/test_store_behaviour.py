@@ -272,6 +272,18 @@ def test_an_expired_entry_is_a_miss(pair: Case, monkeypatch: pytest.MonkeyPatch)
     assert pair.reader.get("soon") == b"y"
 
 
+def test_an_expired_entry_is_pinned_no_more_and_can_be_unpinned(
+    pair: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.store.put("pinned", b"x", ttl=1000, pin=True)
+    pair.store.put("soon", b"x", ttl=1000)
+    pass_time(monkeypatch, 2000)
+    with pytest.raises(NotFoundError, match="soon"):
+        pair.store.pin("soon")
+    pair.store.unpin("pinned")
+    assert not any(entry.pinned for entry in pair.store.entries(expired=True))
+
+
 def test_expiry_is_seen_by_who_has_the_bytes_in_memory(pair: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.store.put("a", b"x", ttl=1000)
     assert pair.reader.get("a") == b"x"

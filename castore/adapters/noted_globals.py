@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from castore.adapters.noted_values import State, function_parts
 from castore.keys.bytecode import codes, names_written, outer_reads
 from castore.keys.libraries import library_of, library_of_class
-from castore.keys.looked_up import names_in_texts
+from castore.keys.looked_up import names_in_texts, texts_of
 
 _UNBOUND = object()
 _MOST = 256  # values within one global
@@ -114,7 +114,7 @@ def _read_by(function: types.FunctionType, written: Set[tuple[str, str]]) -> Ite
     inside = [*codes(function.__code__)]
     attributes = {name for code in inside for name in code.co_names}
     read = {name for code in inside for kind, name in outer_reads(code) if kind == "global"}
-    for name in read.union(*names_in_texts(function.__code__)):
+    for name in read.union(*names_in_texts(function.__code__, texts_of(attributes, scope))):
         if name in scope and (module, label_of(name)) not in written:
             yield Binding.of(scope, name)
             yield from _attributes_of(scope[name], attributes)

@@ -88,7 +88,9 @@ class IndexFile:
         for suffix in ("", "-wal", "-shm", "-journal"):
             check_regular(f"{path}{suffix}")
         if not path.exists():
-            if read_only:
+            # An empty file would pass for a damaged index afterwards. Another process may have just made one.
+            is_lost = not rebuilding and not is_empty() and not path.exists()
+            if read_only or is_lost:
                 raise self._missing_index_error()
             os.close(open_with_mode(path, os.O_RDWR, mode))
         if not rebuilding:

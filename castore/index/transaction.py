@@ -377,12 +377,12 @@ class Write:
         self._records.append(pack_removals(names))
         self._announce = True
 
-    def set_pinned(self, name: str, pinned: bool) -> bool:
-        """Pin or unpin a name; False if there is none."""
+    def set_pinned(self, name: str, pinned: bool, now: float) -> bool:
+        """Pin or unpin a name; False if there is none. What is expired at ``now`` can only be unpinned."""
         row = self.db.execute(
-            "UPDATE entries SET pinned = ? WHERE name = ?"
+            "UPDATE entries SET pinned = ?1 WHERE name = ?2 AND (?1 = 0 OR expires IS NULL OR expires > ?3)"
             " RETURNING name, digest, serializer, metadata, created, expires, pinned",
-            (int(pinned), name),
+            (int(pinned), name, now),
         ).fetchone()
         if row is None:
             return False

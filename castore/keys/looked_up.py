@@ -35,7 +35,7 @@ def looked_up(code: types.CodeType, names: Set[str], scope: dict[str, Any]) -> I
         names: all names in the code and in code inside it.
         scope: the function's globals.
     """
-    variables, tables = names_in_texts(code)
+    variables, tables = names_in_texts(code, texts_of(names, scope))
     yield from ((name, scope[name]) for name in sorted(variables & scope.keys()))
     for name in sorted((tables - variables) & scope.keys()):
         if is_table(scope[name]):
@@ -43,16 +43,22 @@ def looked_up(code: types.CodeType, names: Set[str], scope: dict[str, Any]) -> I
     yield from _operators(names)
 
 
+def texts_of(names: Set[str], scope: dict[str, Any]) -> tuple[str, ...]:
+    """The texts among the globals of these names: a query may be a constant of its module."""
+    return tuple(sorted(scope[name] for name in names if type(scope.get(name)) is str))
+
+
 @functools.lru_cache(maxsize=4096)
-def names_in_texts(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names in the texts of code that are no local variables: of variables in queries, and of what may be a
-    table in SQL. Empty unless the code calls something that takes such a text.
+def names_in_texts(code: types.CodeType, constants: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names in the texts of code, and in constants of its module, that are no local variables: of variables
+    in queries, and of what may be a table in SQL. Empty unless the code calls something that takes such a
+    text.
     """
     inside = [*codes(code)]
     called = {name for inner in inside for name in inner.co_names}
     if not called & (_QUERIES | _SQL):
         return frozenset(), frozenset()
-    texts = [text for inner in inside for text in _texts(inner.co_consts)]
+    texts = [*constants, *(text for inner in inside for text in _texts(inner.co_consts))]
     local = {name for inner in inside for name in (*inner.co_varnames, *inner.co_cellvars)}
     variables = {name for text in texts for name in _VARIABLE.findall(text)} if called & _QUERIES else set()
     tables: set[str] = set()

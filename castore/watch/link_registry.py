@@ -390,7 +390,7 @@ def unpin_file(store: Store, entry: Entry, path: str) -> None:
     with store.index.write() as txn:
         now = store.entry(entry.name, expired=True)
         if now is not None and target_of(now) is None and not os.path.islink(path):
-            txn.set_pinned(entry.name, False)
+            txn.set_pinned(entry.name, False, time.time())
 
 
 def was_pinned(entry: Entry) -> bool:

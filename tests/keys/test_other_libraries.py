@@ -177,6 +177,16 @@ _CASES = {
         THRESHOLD = EDIT
         def step(x): return len(pd.DataFrame({"s": [2, 3]}).query("s >= @THRESHOLD"))
     """,
+    "pandas_query_of_a_constant": """
+        import pandas as pd
+        THRESHOLD, QUERY = EDIT, "s >= @THRESHOLD"
+        def step(x): return len(pd.DataFrame({"s": [2, 3]}).query(QUERY))
+    """,
+    "duckdb_table_of_a_constant": """
+        import duckdb, pandas as pd
+        WEIGHTS, QUERY = pd.DataFrame({"a": [EDIT]}), "select a from WEIGHTS"
+        def step(x): return duckdb.sql(QUERY).fetchall()
+    """,
     "pandas_eval": """
         import pandas as pd
         def weight(x): return x * EDIT

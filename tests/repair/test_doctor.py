@@ -45,8 +45,10 @@ def test_a_missing_index_is_refused_rather_than_taken_for_an_empty_store(tmp_pat
     remove_index(tmp_path / "store")
     with pytest.raises(StoreError, match="rebuild-index"):
         Store(tmp_path / "store")
+    assert not (tmp_path / "store" / "index.sqlite").exists(), "an empty one would pass for a damaged one"
     (finding,) = doctor.examine(tmp_path / "store")
     assert not finding.mended
+    assert "missing" in finding.what
     assert "rebuild-index" in finding.advice
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import castore_fuse
 from castore import Batch, Store, StoreError
+from castore.adapters.tree import TreeCacheManager
 from castore.cli.main import main
 from castore.errors import CastoreError
 from castore.repair import doctor
@@ -237,6 +238,14 @@ def test_doctor_leaves_a_store_that_its_owner_closed_to_himself_as_it_is() -> No
         assert all(f"{folder} can be read and not changed" in str(sentence) for sentence in said), said
         assert got == b"alpha"
         assert [path.stat().st_mode for path in paths] == modes
+
+
+def test_a_tree_cache_over_it_refuses_what_it_would_have_to_keep(shown: Path) -> None:
+    cache = TreeCacheManager(shown)
+    with pytest.raises(StoreError, match="can be read and not changed"):
+        cache.get_or_compute("missing", lambda: pytest.fail("nothing could keep it"))
+    with pytest.raises(StoreError, match="can be read and not changed"):
+        cache.put("missing", 1)
 
 
 def test_it_is_mounted_and_a_pin_is_refused(shown: Path, tmp_path: Path) -> None:

@@ -460,8 +460,8 @@ class BlockRun:
         template = own_copy(dataset)
         template._info.features = self.features_of(results)
         template._fingerprint = fingerprint
-        if not self._step.keeps_columns and features_of(results) != UNCHANGED:
-            template._format_columns = shown_columns(dataset, template._info.features)
+        # Also where the columns stay: `flatten` leaves names in the format that are no columns any more.
+        template._format_columns = shown_columns(dataset, template._info.features)
         rows = sum(result.rows for result in results)
         names_files = any(result.names_files for result in results)
         return DatasetPart(

@@ -87,7 +87,7 @@ class DatasetCache:
             dataset: the dataset, kept with its format, features, split and fingerprint.
 
         Raises:
-            InvalidValueError: the value is no dataset.
+            InvalidValueError: the value is no dataset, or a split's name is empty or no text.
             SerializationError: the dataset's format holds a value that JSON cannot hold: a transform, say.
                 Or, in an iterable dataset without declared features, rows differ in their columns, or later
                 rows do not fit the types of the first.
@@ -96,7 +96,9 @@ class DatasetCache:
         if not isinstance(dataset, _DATASET_TYPES):
             raise InvalidValueError(f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}")
         metadata = {"kind": type(dataset).__name__}
-        members = dict(dataset) if isinstance(dataset, dict) else {"": dataset}
+        members = {"": dataset}
+        if isinstance(dataset, dict):
+            members = {_split_name(name, split): member for split, member in dataset.items()}
         parts = {split: _to_part(member) for split, member in members.items()}
         dataset_entries.put_parts(self.store, name, parts, self._options, metadata)
 
@@ -159,6 +161,13 @@ class DatasetCache:
             return dataset_entries.drop(self.store, check_name(name))
         names = [entry.name for entry in self.store.entries()]
         return sum(dataset_entries.drop(self.store, found) for found in _dataset_names(names)) > 0
+
+
+def _split_name(name: str, split: Any) -> str:
+    """The name of a split, as text."""
+    if not isinstance(split, str | datasets.NamedSplit) or not str(split):
+        raise InvalidValueError(f"{name!r}: {split!r} cannot name a split; give the splits names, as texts")
+    return str(split)
 
 
 def _to_part(dataset: datasets.Dataset | datasets.IterableDataset) -> DatasetPart:

@@ -57,7 +57,7 @@ class _StreamPart:
         """The rows as Arrow streams; each call iterates over the dataset again."""
         if self._declared is None and not self._dataset._ex_iterable.iter_arrow:
             return self._write_rows(iter(self._dataset.with_format(None)))
-        return self._write_tables(self._dataset.with_format("arrow").iter(_ITERATED_ROWS))
+        return self._write_tables(_tables(self._dataset))
 
     def describe(self, digests: list[bytes]) -> tuple[bytes, bytes]:
         """State and description, once the files are made."""
@@ -117,6 +117,17 @@ class _StreamPart:
                 raise _misfit_error(count, error) from error
             features = self._features = writer._features
             yield sink.getvalue()
+
+
+def _tables(dataset: datasets.IterableDataset) -> Iterator[pa.Table]:
+    try:
+        yield from dataset.with_format("arrow").iter(_ITERATED_ROWS)
+    except pa.ArrowInvalid as error:
+        raise SerializationError(
+            "the stream joins datasets of different columns, and `datasets` cannot make one table of them "
+            f"({str(error).splitlines()[0]}); give each of them all columns before you join them, or keep "
+            "stream.map(lambda row: row)"
+        ) from error
 
 
 def _misfit_error(row: int, error: Exception) -> SerializationError:

@@ -209,6 +209,7 @@ class TreeCacheManager(DiskBacked):
         name = name_of(key)
         tally, found = self._find(name, validate_fn)
         if found is None:
+            self.store.require_writable()
             with self._locks.hold(name):
                 tally, found = self._find(name, validate_fn)
                 self._count_read(tally)

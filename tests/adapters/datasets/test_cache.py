@@ -316,3 +316,21 @@ def test_a_file_that_expires_while_it_is_read_is_missing_and_not_damaged(
     monkeypatch.setattr(store, "get", late)
     with pytest.raises(NotFoundError):
         read_file(store, "file")
+
+
+@pytest.mark.parametrize("split", ["", None, 1, b"train"])
+@pytest.mark.parametrize("kind", [datasets.DatasetDict, datasets.IterableDatasetDict])
+def test_splits_without_a_name_of_text_are_refused(cache: DatasetCache, kind: type, split: Any) -> None:
+    data: Any = datasets.Dataset.from_dict({"a": [1]})
+    if kind is datasets.IterableDatasetDict:
+        data = data.to_iterable_dataset()
+    with pytest.raises(InvalidValueError, match=r"cannot name a split; give the splits names"):
+        cache.put("x", kind({"train": data, split: data}))
+    assert cache.get("x") is None
+
+
+def test_splits_may_be_named_as_datasets_names_them(cache: DatasetCache) -> None:
+    data = datasets.Dataset.from_dict({"a": [1]})
+    cache.put("x", datasets.DatasetDict({datasets.Split.TRAIN: data}))
+    assert [*cache.get("x")] == ["train"]
+    assert rows(cache.get("x")["train"]) == {"a": [1]}

@@ -21,7 +21,7 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, cached_filter, cached_map, wait
 from castore.adapters.datasets.background import pending_puts
 from castore.errors import InvalidValueError, UnhashableError
-from tests.adapters.datasets.small_blocks import told
+from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import flip, payload
 from tests.warm import WarmPython
 
@@ -598,3 +598,21 @@ def test_a_result_has_the_description_and_the_ids_of_the_present_input(store: St
             result = cached_filter(result, lambda row: row["n"] % 2, store=store)
             assert (result.info.description, result.info.license) == (text, f"of {text}")
             assert result.features.to_dict() == plain.features.to_dict()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_format_of_a_filter_over_several_blocks_names_columns_that_are_there(
+    store: Store, batched: bool
+) -> None:
+    """`flatten` leaves names in the format of columns that it has replaced."""
+
+    def keep(row: dict[str, Any]) -> Any:
+        return [number > 1 for number in row["i"]] if batched else row["i"] > 1
+
+    nested = datasets.Dataset.from_dict({"s": [{"x": 1}, {"x": 2}] * 300, "i": [1, 2] * 300, "h": [0] * 600})
+    formatted = nested.with_format("numpy", columns=["s", "i"]).flatten()
+    with small_blocks():
+        kept = cached_filter(formatted, keep, batched=batched, store=store)
+    plain = formatted.filter(keep, batched=batched)
+    assert kept.format == plain.format
+    assert [*kept.with_format(**kept.format)[0]] == [*plain[0]]

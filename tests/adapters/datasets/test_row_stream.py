@@ -226,3 +226,12 @@ def test_arrays_within_lists_and_structs_are_kept_from_memory_and_from_streams(
             wait()
             assert next(iter(got))["x"] == value, way
             assert str(got.features["x"]) == str(features["x"]), way
+
+
+def test_streams_of_different_columns_that_datasets_cannot_join_are_refused(cache: DatasetCache) -> None:
+    parts = [datasets.Dataset.from_dict(rows).to_iterable_dataset() for rows in ({"a": [1]}, {"b": ["x"]})]
+    joined = datasets.concatenate_datasets(parts)
+    with pytest.raises(SerializationError, match=r"joins datasets of different columns.* keep stream\.map"):
+        cache.put("x", joined)
+    cache.put("x", joined.map(lambda row: row))  # as the error advises
+    assert [*cache.get("x")] == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
