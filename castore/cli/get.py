@@ -51,7 +51,7 @@ def get(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write an entry into a file, or a folder of entries into a folder.
+    """Write an entry into a file, a folder of entries into a folder.
 
     \b
     castore get imagenet/train-00001.tar -o train.tar
