@@ -1050,6 +1050,7 @@ class Store:
         single_writer: bool = False,
         requests: int | None = None,
         rate: int | str | None = None,
+        create: bool = True,
     ) -> Remote:
         """Keep a remote under a name. Makes the place a remote if it is none yet.
 
@@ -1063,6 +1064,8 @@ class Store:
                 writes.
             requests: bound on requests at once, of each process that uses it; default 16.
             rate: bound on bytes a second (an int, or ``"50MB"``), of each process that uses it; default none.
+            create: False where the place must be a remote already: the folder of a share that is not mounted
+                here would become a new, empty one.
 
         Raises:
             InvalidNameError, InvalidValueError: of the name, the URL, a bound, or the name has another URL
@@ -1104,7 +1107,7 @@ class Store:
         known = Remotes(self.path, self.settings)
         known.require_free(settings)  # before anything is written to the place
         remote = Remote(self.parts, settings, self._remote_options())
-        for sentence in remote.prepare():
+        for sentence in remote.prepare(create=parse_flag(create, "create")):
             warn(f"remote {name!r}: {sentence}", RemoteWarning)
         known.add(settings)
         return remote

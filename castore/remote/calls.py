@@ -77,13 +77,13 @@ class Calls:
         self.remotes = Remotes(parts.path, parts.settings)
         self.pages = PageCache(parts.path, bucket, pool, mode, read_only=parts.read_only)
 
-    def prepare(self, read_only: bool, single_writer: bool) -> list[str]:
+    def prepare(self, read_only: bool, single_writer: bool, create: bool) -> list[str]:
         """Make the place a remote and try it out; returns what may surprise."""
         from castore.remote.probe import probe
 
         if not read_only:
             self._require_not_inside()
-        marker.prepare(self.bucket, read_only=read_only)
+        marker.prepare(self.bucket, create=create and not read_only)
         found = probe(self.bucket, writes=not read_only)
         if not found.fit_for_reading:
             raise RemoteError(f"{self.bucket.url} cannot be a remote: {'; '.join(found.sentences)}")

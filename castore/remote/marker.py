@@ -11,17 +11,17 @@ from castore.remote.keys import SETTINGS
 FORMAT = 1
 
 
-def prepare(bucket: Bucket, *, read_only: bool = False) -> None:
-    """Make the place a remote, if it is none yet.
+def prepare(bucket: Bucket, *, create: bool = True) -> None:
+    """Make the place a remote, if it is none yet and ``create`` is true.
 
     Raises:
-        RemoteMissingError: it is none, and nothing may be written.
+        RemoteMissingError: it is none.
         RemoteError: its format is another.
     """
     try:
         check(bucket)
     except RemoteMissingError:
-        if read_only:
+        if not create:
             raise
         bucket.put(SETTINGS, json.dumps({"format": FORMAT}).encode() + b"\n")
         check(bucket)

@@ -259,8 +259,11 @@ class Remote:
         self._parts.index.require_writable()
         return arguments
 
-    def prepare(self) -> list[str]:
+    def prepare(self, *, create: bool = True) -> list[str]:
         """Make the place a remote, if it is none yet, and find out by trying what it can do.
+
+        Args:
+            create: False if the place must be one already.
 
         Returns:
             Sentences on what may surprise.
@@ -269,7 +272,9 @@ class Remote:
             RemoteError: it has another format, or cannot do what a remote needs.
         """
         settings = self.settings
-        arguments = {"read_only": settings.read_only, "single_writer": settings.single_writer}
+        arguments = {
+            "read_only": settings.read_only, "single_writer": settings.single_writer, "create": create,
+        }  # fmt: skip
         found: list[str] = self._call("prepare", arguments)
         return found
 

@@ -82,7 +82,7 @@ class Node:
 @pytest.fixture
 def bucket(tmp_path: Path) -> Bucket:
     place = FolderBucket(tmp_path / "bucket")
-    marker.prepare(place, read_only=False)
+    marker.prepare(place)
     return place
 
 

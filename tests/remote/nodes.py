@@ -48,7 +48,7 @@ def know(store: Store, name: str, url: str, *, read_only: bool = False, rate: in
     in a bucket there must be one.
     """
     if url.startswith("file:"):
-        marker.prepare(open_bucket(url), read_only=read_only)
+        marker.prepare(open_bucket(url), create=not read_only)
     Remotes(store.path, store.settings).add(RemoteSettings(name, url, read_only, rate=rate))
     return store.remote(name)
 

@@ -59,7 +59,7 @@ def test_names_that_share_bytes_come_whatever_is_planned_together(
 ) -> None:
     folder = tmp_path_factory.mktemp("planning")
     bucket = FolderBucket(folder / "bucket")
-    marker.prepare(bucket, read_only=False)
+    marker.prepare(bucket)
     one, two = Node(folder / "one", bucket), Node(folder / "two", bucket)
     try:
         living: dict[str, bytes] = {}
@@ -153,7 +153,7 @@ def test_names_far_from_their_neighbours_in_the_packs_are_planned_at_once(
 ) -> None:
     monkeypatch.setattr(pull, "_FIRST_PLANNED", 50)
     bucket = Counting(tmp_path / "bucket")
-    marker.prepare(bucket, read_only=False)
+    marker.prepare(bucket)
     one, two, three = (Node(tmp_path / name, bucket) for name in ("one", "two", "three"))
     try:
         for shift in range(20):  # each push has a pack of its own, and neighbours by name are in all of them

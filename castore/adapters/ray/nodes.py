@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from castore.adapters.datasets import Pipeline, PipelineResult
-from castore.errors import InvalidValueError
+from castore.errors import InvalidValueError, RemoteMissingError, RemoteWarning, warn
 from castore.remote.remotes import RemoteSettings
 from castore.store import Store
 
@@ -56,9 +56,15 @@ class Place(NamedTuple):
         path, remote = Path(os.environ.get("CASTORE_DIR") or self.path), self.remote
         with Store(path, memory=0, remote="") as store:
             if remote.name not in store.remotes():
-                store.add_remote(
-                    remote.name, remote.url, read_only=remote.read_only, single_writer=remote.single_writer
-                )
+                try:
+                    store.add_remote(
+                        remote.name, remote.url, read_only=remote.read_only,
+                        single_writer=remote.single_writer, create=False,
+                    )  # fmt: skip
+                except RemoteMissingError as error:
+                    # The work goes on, as it does for a store that has known the remote for long.
+                    warn(f"this node shares nothing with the others: {error}", RemoteWarning)
+                    return Store(path, memory=0, remote="")
         return Store(path, memory=0, remote=remote.name)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from castore.adapters.ray.nodes import Place
+from castore.errors import RemoteWarning
 from tests.remote.nodes import end_fetcher, know
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +24,21 @@ def folder(tmp_path: Path) -> Path:
     with Store(tmp_path / "driver") as store:
         know(store, "team", (tmp_path / "bucket").as_uri())
     return tmp_path
+
+
+def test_a_node_makes_no_remote_where_the_share_is_not_mounted(folder: Path) -> None:
+    with Store(folder / "driver", remote="team") as store:
+        place = Place.of(store)._replace(path=str(folder / "node"))
+    shutil.move(folder / "bucket", folder / "elsewhere")
+    with pytest.warns(RemoteWarning, match=r"shares nothing with the others.* is its file system mounted"):
+        node = place.open()
+    with node:
+        node.put("a", b"x")
+        assert node.remotes() == []
+    assert not (folder / "bucket").exists()
+    shutil.move(folder / "elsewhere", folder / "bucket")
+    with place.open() as node:
+        assert node.shared_remote is not None
 
 
 @pytest.mark.matrix  # half a minute; the page of nodes has one node of Ray in each run
