@@ -378,7 +378,7 @@ class Write:
         self._announce = True
 
     def set_pinned(self, name: str, pinned: bool, now: float) -> bool:
-        """Pin or unpin a name; False if there is none. A name that has expired at ``now`` cannot be pinned."""
+        """Pin or unpin a name; False if there is none. One that has expired at ``now`` cannot be pinned."""
         row = self.db.execute(
             "UPDATE entries SET pinned = ?1 WHERE name = ?2 AND (?1 = 0 OR expires IS NULL OR expires > ?3)"
             " RETURNING name, digest, serializer, metadata, created, expires, pinned",
