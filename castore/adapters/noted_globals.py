@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 from castore.adapters.noted_values import State, function_parts
-from castore.keys.bytecode import codes, names_written, outer_reads
+from castore.keys.bytecode import Part, codes, names_written, outer_reads, parts_read
 from castore.keys.libraries import library_of, library_of_class
 from castore.keys.looked_up import names_in_texts, texts_of
+from castore.keys.settings import parts_of, reads_by_text
 
 _UNBOUND = object()
 _MOST = 256  # values within one global
@@ -25,19 +26,21 @@ class Binding(NamedTuple):
     """A name of a module with the value that it was bound to, and the module's names.
 
     Attributes:
-        state: of the value and what lies within it.
+        state: of the value and what lies within it; of settings, of the parts that code reads by name.
+        parts: those parts; None if all of the value counts.
     """
 
     scope: dict[str, Any]
     name: str
     value: Any
     state: State
+    parts: frozenset[Part] | None
 
     @classmethod
-    def of(cls, scope: dict[str, Any], name: str) -> Binding:
+    def of(cls, scope: dict[str, Any], name: str, parts: frozenset[Part] | None) -> Binding:
         """The binding of now."""
         value = scope.get(name, _UNBOUND)
-        return cls(scope, name, value, State.of(value, _MOST))
+        return cls(scope, name, value, _state_of(value, parts), parts)
 
     @property
     def label(self) -> str:
@@ -47,11 +50,21 @@ class Binding(NamedTuple):
     def is_old(self) -> bool:
         """Whether the name is bound to another object now, or its value was written to, however deep."""
         value = self.scope.get(self.name, _UNBOUND)
-        return value is not self.value or not self.state.is_same(State.of(value, _MOST))
+        return value is not self.value or not self.state.is_same(_state_of(value, self.parts))
 
     def now(self) -> Binding:
         """The binding with the value of now."""
-        return Binding.of(self.scope, self.name)
+        return Binding.of(self.scope, self.name, self.parts)
+
+
+def _state_of(value: Any, parts: frozenset[Part] | None) -> State:
+    settings = parts_of(value, parts)
+    if settings is None:
+        return State.of(value, _MOST)
+    states = [State.of(item, _MOST) for _, item in settings]
+    return State(
+        [item for one in states for item in one.values], [mark for one in states for mark in one.marks]
+    )
 
 
 def bindings_of(functions: Iterable[types.FunctionType], written: Set[tuple[str, str]]) -> list[Binding]:
@@ -61,11 +74,13 @@ def bindings_of(functions: Iterable[types.FunctionType], written: Set[tuple[str,
         functions: of the user's.
         written: modules and labels of names that do not count.
     """
-    found: dict[tuple[int, str], Binding] = {}
+    found: dict[tuple[int, str], _Read] = {}
     for function in functions:
         for one in _read_by(function, written):
-            found[id(one.scope), one.name] = one
-    return [*found.values()]
+            known = found.get((id(one.scope), one.name), one)
+            parts = None if one.parts is None or known.parts is None else one.parts | known.parts
+            found[id(one.scope), one.name] = one._replace(parts=parts)
+    return [Binding.of(*one) for one in found.values()]
 
 
 def reached_bindings(functions: Iterable[types.FunctionType]) -> list[Binding]:
@@ -78,7 +93,7 @@ def reached_bindings(functions: Iterable[types.FunctionType]) -> list[Binding]:
             continue
         known[id(function)] = function
         for one in _read_by(function, frozenset()):
-            todo += functions_in(one.value)
+            todo += functions_in(one.scope.get(one.name))
         for _, held, _ in function_parts(function):
             todo += functions_in(held)
     written = {
@@ -109,21 +124,32 @@ def module_of(name: Any) -> str:
     return str(name).replace("__mp_main__", "__main__")
 
 
-def _read_by(function: types.FunctionType, written: Set[tuple[str, str]]) -> Iterator[Binding]:
-    scope, module = function.__globals__, module_of(function.__globals__.get("__name__"))
-    inside = [*codes(function.__code__)]
-    attributes = {name for code in inside for name in code.co_names}
-    read = {name for code in inside for kind, name in outer_reads(code) if kind == "global"}
-    for name in read.union(*names_in_texts(function.__code__, texts_of(attributes, scope))):
+class _Read(NamedTuple):
+    """A name of a module that code reads, and the parts of its value that the code reads; None for all."""
+
+    scope: dict[str, Any]
+    name: str
+    parts: frozenset[Part] | None
+
+
+def _read_by(function: types.FunctionType, written: Set[tuple[str, str]]) -> Iterator[_Read]:
+    code, scope = function.__code__, function.__globals__
+    module = module_of(scope.get("__name__"))
+    inside = [*codes(code)]
+    attributes = {name for inner in inside for name in inner.co_names}
+    read = {name for inner in inside for kind, name in outer_reads(inner) if kind == "global"}
+    looked_up = frozenset[str]().union(*names_in_texts(code, texts_of(attributes, scope)))
+    parts = {} if reads_by_text(attributes) else parts_read(code)
+    for name in read | looked_up:
         if name in scope and (module, label_of(name)) not in written:
-            yield Binding.of(scope, name)
+            yield _Read(scope, name, None if name in looked_up else parts.get(("global", name)))
             yield from _attributes_of(scope[name], attributes)
 
 
-def _attributes_of(module: Any, names: Set[str]) -> Iterator[Binding]:
+def _attributes_of(module: Any, names: Set[str]) -> Iterator[_Read]:
     """Some names of a module, if it is one of the user's, and of the modules that those are bound to."""
     if isinstance(module, types.ModuleType) and library_of(module.__name__) is None:
         scope = vars(module)
         for name in names & scope.keys():
-            yield Binding.of(scope, name)
+            yield _Read(scope, name, None)
             yield from _attributes_of(scope[name], names - {name})

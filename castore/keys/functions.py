@@ -53,7 +53,7 @@ from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, r
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.looked_up import looked_up
 from castore.keys.registry import Table
-from castore.keys.settings import parts_of
+from castore.keys.settings import parts_of, reads_by_text
 from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, is_compiled, lists_parts
 
 _CLASS_NOISE = {
@@ -225,13 +225,13 @@ def _body(
     instructions, names, reads, texts = _content(code)
     encoder.found.texts |= texts
     yield instructions
-    parts = parts_read(code)
+    parts = {} if reads_by_text(names) else parts_read(code)
     for kind, name in reads:
         if kind == "closure" and name in cells:
             value = _cell(cells[name])
-            yield name, _outer(encoder, value, parts[kind, name], names, f" -> closure {name!r}")
+            yield name, _outer(encoder, value, parts.get((kind, name)), names, f" -> closure {name!r}")
         elif kind == "global" and name in scope:
-            yield name, _outer(encoder, scope[name], parts[kind, name], names, f" -> global {name!r}")
+            yield name, _outer(encoder, scope[name], parts.get((kind, name)), names, f" -> global {name!r}")
         elif kind == "global":
             yield name, "builtin" if hasattr(builtins, name) else "unbound"
     statements = [statement for inner in codes(code) for statement in imports(inner)]
@@ -255,7 +255,7 @@ def _body(
 
 def _outer(encoder: Encoder, value: Any, parts: Set[Part] | None, names: Set[str], step: str) -> bytes:
     """The value of an outer variable; of settings, those that the code reads."""
-    settings = parts_of(value, parts, names)
+    settings = parts_of(value, parts)
     if settings is None:
         return _reference(encoder, value, names, step)
     counted = [(inner, item, encoder.part(item, step + inner)) for inner, item in settings]

@@ -25,18 +25,22 @@ _AS_PYTHON_DOES = (object, types.SimpleNamespace)
 _BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
 
 
-def parts_of(value: Any, parts: Set[Part] | None, names: Set[str]) -> list[tuple[str, Any]] | None:
+def reads_by_text(names: Set[str]) -> bool:
+    """Whether code with these names may read any part of any variable."""
+    return not _BY_TEXT.isdisjoint(names)
+
+
+def parts_of(value: Any, parts: Set[Part] | None) -> list[tuple[str, Any]] | None:
     """The parts of a value that count for code that reads these, each with its step in paths.
 
     Args:
         value: the value of a global, or of a variable that a function closes over.
         parts: the parts that the code reads of it, None for all (`castore.keys.bytecode.parts_read`).
-        names: all names in the code.
 
     Returns:
         None if the value counts as a whole.
     """
-    if not parts or names & _BY_TEXT:
+    if not parts:
         return None
     found = []
     for name, is_item in sorted(parts):

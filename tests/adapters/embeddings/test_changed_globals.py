@@ -115,7 +115,7 @@ def closing_over(read: Callable[[torch.Tensor], Any]) -> nn.Module:
 
 
 class Named(nn.Module):
-    """Reads one setting of a global config."""
+    """Reads one setting of a global config, by name or from the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,18 +125,44 @@ class Named(nn.Module):
         return self.layer(x[:, :4]) * NAMESPACE.inner.k
 
 
-def test_a_global_that_changes_again_and_again_is_told_once(store: Store) -> None:
+class HandsOn(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x[:, :4]) * inner_of(NAMESPACE).k
+
+
+def inner_of(config: Any) -> Any:
+    return config.inner
+
+
+def keys_in(store: Store) -> set[str]:
+    """The folders of embeddings, one for each key of an encoder."""
+    return {entry.name.split("/")[1] for entry in store.entries()}
+
+
+@pytest.mark.parametrize("make", [Named, HandsOn])
+def test_a_global_that_is_handed_on_and_changes_again_and_again_is_told_once(
+    store: Store, make: type[Named]
+) -> None:
+    """A setting that the encoder does not name, as the number of the step, is none of its business."""
     set_up()
-    encoder = Named()
+    encoder = make()
     cached = CachedEncoder(encoder, store=store)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for step in range(6):
             NAMESPACE.step = step
             assert torch.allclose(cached(features(4)), encoder(features(4)), atol=1e-5)
-    (told,) = [one for one in warned if one.category is CacheWarning]
-    assert "for the 3rd time" in str(told.message)
-    assert f"the global 'NAMESPACE' of {__name__}" in str(told.message)
+    told = [str(one.message) for one in warned if one.category is CacheWarning]
+    if make is Named:
+        assert told == []
+        assert len(keys_in(store)) == 1, "another step gave another key"
+        NAMESPACE.inner.k = 7
+        assert torch.allclose(cached(features(4)), encoder(features(4)), atol=1e-5)
+        assert len(keys_in(store)) == 2
+    else:
+        assert len(told) == 1
+        assert "for the 3rd time" in told[0]
+        assert f"the global 'NAMESPACE' of {__name__}" in told[0]
 
 
 def alone(read: Callable[[torch.Tensor], Any]) -> Any:
