@@ -17,6 +17,7 @@ from torch import nn
 
 from castore import Store
 from castore.adapters.embeddings import CachedEncoder
+from castore.adapters.noted_globals import reached_bindings
 from castore.errors import CacheWarning
 from tests.adapters.embeddings.models import features
 
@@ -163,6 +164,16 @@ def test_a_global_that_is_handed_on_and_changes_again_and_again_is_told_once(
         assert len(told) == 1
         assert "for the 3rd time" in told[0]
         assert f"the global 'NAMESPACE' of {__name__}" in told[0]
+
+
+def test_settings_that_code_does_not_name_do_not_look_changed() -> None:
+    """Else an encoder, with all its weights, would be hashed anew at each step."""
+    set_up()
+    noted, whole = reached_bindings([Named.forward]), reached_bindings([HandsOn.forward])
+    NAMESPACE.step = 7
+    assert [any(one.is_old() for one in bindings) for bindings in (noted, whole)] == [False, True]
+    NAMESPACE.inner.k = 7
+    assert any(one.is_old() for one in noted)
 
 
 def alone(read: Callable[[torch.Tensor], Any]) -> Any:
