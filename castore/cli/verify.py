@@ -38,7 +38,7 @@ def verify(
     if as_json:
         print_json({**report._asdict(), "bad": [finding._asdict() for finding in report.bad]})
     else:
-        _print(report, repair, store.read_only)
+        _print(report, part, repair, store.read_only)
     if report.bad:
         raise typer.Exit(1)
 
@@ -54,10 +54,11 @@ def _part(sample: str) -> float:
     return part
 
 
-def _print(report: Report, repair: bool, read_only: bool) -> None:
+def _print(report: Report, part: float, repair: bool, read_only: bool) -> None:
     read = f"{plural(report.checked, 'blob')} ({format_size(report.stored)} as stored) read"
     if not report.bad:
-        typer.echo(f"{read}: all as they were put")
+        is_too_small = part < 1 and not report.checked
+        typer.echo(f"{read}: " + ("too small a sample of so few" if is_too_small else "all as they were put"))
         return
     done = "left where they are, for nothing can be written here" if read_only else "set aside in quarantine/"
     typer.echo(f"{read}, {len(report.bad):,} bad and {done}:")

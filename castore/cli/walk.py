@@ -88,6 +88,9 @@ def find(
         empty: called with the path of each empty folder.
         cross_mounts: enter file systems that are mounted below ``path``, too.
     """
+    if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
+        skip(f"{printable(path)} is the store itself, or lies in it; skipped")
+        return
     store_identity = _identity(store)
     # Folders on the current path: a link to one of them is a loop.
     inside: list[tuple[int, int]] = []

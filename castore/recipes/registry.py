@@ -22,6 +22,7 @@ from castore.errors import CastoreError, InvalidValueError
 from castore.recipes import juicer_operators
 from castore.recipes.operators.base import NeedsMoreError
 from castore.recipes.value_types import convert_checked, fits
+from castore.units import shown
 
 T = TypeVar("T")
 
@@ -178,6 +179,11 @@ def _make_from(label: str, target: Any, parameters: Mapping[str, Any], defaults:
             raise InvalidValueError(
                 f"{label} is an object already, so it takes no parameters; give its class"
             )
+        if not callable(target) and not any(hasattr(target, method) for method in _METHODS):
+            raise InvalidValueError(
+                f"{label} is {shown(target)}, and no operator: name a function, or a class with a method "
+                "process, compute_stats or compute_hash"
+            )
         return target
     known = _known_parameters(target)
     if known is not None:
@@ -222,6 +228,8 @@ def suggest_nearest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {stems[found[0]]!r}?" if found else ""
 
 
+# The methods of which an operator has one.
+_METHODS = ("process", "process_batched", "compute_stats", "compute_stats_batched", "compute_hash")
 _KIND_OF_OPERATOR = re.compile("_(mapper|filter|deduplicator|selector|grouper|aggregator)$")
 # The fraction of letters that two words share: one or two slips in a word of ten.
 _NEAR = 0.8

@@ -184,6 +184,11 @@ def test_the_store_is_never_taken_into_itself(cli: Cli, data: Path, folder: Path
     assert ran.code == 1
     assert "is the store itself" in ran.err
     assert {name.split("/")[1] for name in names(folder)} == {"data"}
+    for part in (folder, folder / "objects", folder / "index.sqlite"):
+        ran = cli("add", part, "--as", "own")
+        assert ran.code == 1
+        assert f"{part} is the store itself, or lies in it; skipped" in ran.err
+    assert {name.split("/")[1] for name in names(folder)} == {"data"}
 
 
 def test_full_budget_ends_it_with_one_line(cli: Cli, folder: Path, tmp_path: Path) -> None:

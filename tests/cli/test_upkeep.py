@@ -69,6 +69,9 @@ def test_verify_of_a_sound_store(cli: Cli, store: Store) -> None:
     assert ran.out.startswith("3 blobs (")
     assert ran.out.endswith("read: all as they were put\n")
     assert cli("verify", "--sample", "1%", "--json").code == 0
+    assert cli("verify", "--sample", "0.00000001%").out == (
+        "0 blobs (0 B as stored) read: too small a sample of so few\n"
+    )
 
 
 @pytest.mark.parametrize("sample", ["0", "101%", "-5%", "nan", "half"])

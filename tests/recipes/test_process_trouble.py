@@ -46,6 +46,7 @@ IN_ROW = ", in row 30 of the step's input" if sys.version_info >= (3, 11) else "
          (f"step 'breaks' failed at {{place}}/my_ops.py:24{IN_ROW}: RuntimeError: cannot stand 30; "
           "the steps before it are kept")),
         ({"steps": ["my_ops.Nothing"]}, 2, "recipe.yaml:4: my_ops has no 'Nothing'"),
+        ({"steps": ["sys.maxsize"]}, 2, "recipe.yaml:4: sys.maxsize is 9223372036854775807, and no operator"),
         ({"ds_cache_dir": "/proc/nowhere"}, 1, "cannot make a store at /proc/nowhere"),
     ],
 )  # fmt: skip
