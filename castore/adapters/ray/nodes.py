@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +21,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from castore.adapters.datasets import Pipeline, PipelineResult
+from castore.adapters.datasets import Pipeline, PipelineResult, operator_fingerprint
 from castore.errors import InvalidValueError, RemoteMissingError, RemoteWarning, warn
 from castore.remote.remotes import RemoteSettings
 from castore.store import Store
@@ -171,7 +172,8 @@ def run(pipeline: Pipeline, dataset: datasets.Dataset, *, address: str | None = 
         address: of the cluster, as for `run_on_nodes`.
 
     Raises:
-        InvalidValueError: the pipeline's store has no ``remote``, or the pipeline keeps no steps.
+        InvalidValueError: the pipeline's store has no ``remote``, the pipeline keeps no steps, or a node has
+            other code of an operator.
         Exception: what an operator raised.
     """
     if not pipeline.use_cache:
@@ -180,12 +182,25 @@ def run(pipeline: Pipeline, dataset: datasets.Dataset, *, address: str | None = 
         "name": pipeline.name, "codec": pipeline.codec, "num_proc": pipeline.num_proc,
         "temp_dir": pipeline.temp_dir,
     }  # fmt: skip
-    work = partial(_run_pipeline, pipeline.operators, options, dataset)
+    fingerprints = [operator_fingerprint(operator) for operator in pipeline.operators]
+    work = partial(_run_pipeline, pipeline.operators, fingerprints, options, dataset)
     run_on_nodes(work, pipeline.store, cpus=pipeline.num_proc or 1, address=address)
     return pipeline.run(dataset)
 
 
 def _run_pipeline(
-    operators: list[Any], options: dict[str, Any], dataset: datasets.Dataset, store: Store
+    operators: list[Any],
+    fingerprints: list[str],
+    options: dict[str, Any],
+    dataset: datasets.Dataset,
+    store: Store,
 ) -> None:
+    for operator, expected in zip(operators, fingerprints, strict=True):
+        # Ray sends functions of modules by name: results of another file would have keys that nobody asks
+        # for.
+        if operator_fingerprint(operator) != expected:
+            raise InvalidValueError(
+                f"{operator!r} is another operator on the node {socket.gethostname()} than where the run was "
+                "begun; bring the same files to all nodes, and start Ray's workers anew"
+            )
     Pipeline(operators, store=store, **options).run(dataset)

@@ -262,15 +262,12 @@ def gives_what_ray_alone_gives(nodes: Nodes, store: Store) -> None:
 def keeps_nothing_of_workers_with_other_code(nodes: Nodes, store: Store) -> None:
     """Ray sends functions of modules by name, and a worker may import another file by then."""
     modules = nodes.folder / "modules"
-    modules.mkdir()
     code = "def scale():\n    return 2\n\ndef scaled(batch):\n    return {'made': batch['id'] * scale()}\n"
     (modules / "edited.py").write_text(code)
-    sys.path.insert(0, str(modules))
     scaled = importlib.import_module("edited").scaled
 
     def run_on_new_workers(begun: str) -> list[int]:
-        variables = {"PYTHONPATH": f"{modules}{os.pathsep}{os.environ['PYTHONPATH']}", "BEGUN": begun}
-        runtime = {"env_vars": variables | {"PYTHONDONTWRITEBYTECODE": "1"}}
+        runtime = {"env_vars": {"BEGUN": begun}}
         made = map_batches(ray.data.range(8), scaled, store, runtime_env=runtime)
         return sorted(row["made"] for row in made.take_all())
 
@@ -278,6 +275,15 @@ def keeps_nothing_of_workers_with_other_code(nodes: Nodes, store: Store) -> None
     assert run_on_new_workers("edited") == [*range(0, 8 * 33, 33)], "as Ray alone does"
     (modules / "edited.py").write_text(code)
     assert run_on_new_workers("restored") == [*range(0, 16, 2)]
+
+
+def refuses_nodes_with_other_code(nodes: Nodes, store: Store) -> None:
+    code = "def longer(row):\n    return {'length': len(row['text']) + 1}\n"
+    (nodes.folder / "modules" / "operators.py").write_text(code)
+    longer = importlib.import_module("operators").longer
+    (nodes.folder / "modules" / "operators.py").write_text(code.replace("+ 1", "+ 2"))
+    with pytest.raises(InvalidValueError, match=r"longer .* is another operator on the node"):
+        run(Pipeline([longer], store=store), rows())
 
 
 def runs_a_recipe_by_the_command_line(nodes: Nodes, store: Store) -> None:
@@ -323,6 +329,7 @@ def main(folder: Path) -> None:
                 keeps_batches_of_all_kinds_of_functions,
                 gives_what_ray_alone_gives,
                 keeps_nothing_of_workers_with_other_code,
+                refuses_nodes_with_other_code,
                 runs_a_recipe_by_the_command_line,
             ):
                 case(nodes, store)

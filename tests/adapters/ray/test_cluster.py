@@ -44,9 +44,10 @@ def test_a_node_makes_no_remote_where_the_share_is_not_mounted(folder: Path) -> 
 @pytest.mark.matrix  # half a minute; the page of nodes has one node of Ray in each run
 def test_a_cluster_runs_each_row_once_and_the_driver_none(folder: Path) -> None:
     ray_folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of sockets are short
-    variables = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "fuse"), os.environ.get("PYTHONPATH", "")])
-    }
+    modules = folder / "modules"  # of the job, which edits them: no bytecode may outlive an edit
+    modules.mkdir()
+    path = [str(ROOT), str(ROOT / "fuse"), str(modules), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": ray_folder}
     command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     try:
