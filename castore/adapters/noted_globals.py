@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 from castore.adapters.noted_values import State, function_parts
-from castore.keys.bytecode import Part, codes, names_written, outer_reads, parts_read
+from castore.keys.bytecode import Parts, codes, names_written, outer_reads, parts_assigned, parts_read
 from castore.keys.libraries import library_of, library_of_class
 from castore.keys.looked_up import names_in_texts, texts_of
-from castore.keys.settings import parts_of, reads_by_text
+from castore.keys.settings import finds_by_text, names_in, parts_of, reads_parts_unseen
 
 _UNBOUND = object()
 _MOST = 256  # values within one global
@@ -34,10 +34,10 @@ class Binding(NamedTuple):
     name: str
     value: Any
     state: State
-    parts: frozenset[Part] | None
+    parts: frozenset[Parts] | None
 
     @classmethod
-    def of(cls, scope: dict[str, Any], name: str, parts: frozenset[Part] | None) -> Binding:
+    def of(cls, scope: dict[str, Any], name: str, parts: frozenset[Parts] | None) -> Binding:
         """The binding of now."""
         value = scope.get(name, _UNBOUND)
         return cls(scope, name, value, _state_of(value, parts), parts)
@@ -57,8 +57,8 @@ class Binding(NamedTuple):
         return Binding.of(self.scope, self.name, self.parts)
 
 
-def _state_of(value: Any, parts: frozenset[Part] | None) -> State:
-    settings = parts_of(value, parts)
+def _state_of(value: Any, parts: frozenset[Parts] | None) -> State:
+    settings = parts_of(value, parts, frozenset())
     if settings is None:
         return State.of(value, _MOST)
     states = [State.of(item, _MOST) for _, item in settings]
@@ -74,9 +74,14 @@ def bindings_of(functions: Iterable[types.FunctionType], written: Set[tuple[str,
         functions: of the user's.
         written: modules and labels of names that do not count.
     """
+    functions = [*functions]
     found: dict[tuple[int, str], _Read] = {}
+    finds_any = any(finds_by_text(function.__code__) for function in functions)
+    assigned = frozenset[str]().union(*(parts_assigned(function.__code__) for function in functions))
     for function in functions:
-        for one in _read_by(function, written):
+        for read in _read_by(function, written):
+            is_whole = finds_any or not assigned.isdisjoint(names_in(read.parts or frozenset()))  # as in keys
+            one = read._replace(parts=None) if is_whole else read
             known = found.get((id(one.scope), one.name), one)
             parts = None if one.parts is None or known.parts is None else one.parts | known.parts
             found[id(one.scope), one.name] = one._replace(parts=parts)
@@ -129,7 +134,7 @@ class _Read(NamedTuple):
 
     scope: dict[str, Any]
     name: str
-    parts: frozenset[Part] | None
+    parts: frozenset[Parts] | None
 
 
 def _read_by(function: types.FunctionType, written: Set[tuple[str, str]]) -> Iterator[_Read]:
@@ -139,7 +144,7 @@ def _read_by(function: types.FunctionType, written: Set[tuple[str, str]]) -> Ite
     attributes = {name for inner in inside for name in inner.co_names}
     read = {name for inner in inside for kind, name in outer_reads(inner) if kind == "global"}
     looked_up = frozenset[str]().union(*names_in_texts(code, texts_of(attributes, scope)))
-    parts = {} if reads_by_text(attributes) else parts_read(code)
+    parts = {} if reads_parts_unseen(code) else parts_read(code)
     for name in read | looked_up:
         if name in scope and (module, label_of(name)) not in written:
             yield _Read(scope, name, None if name in looked_up else parts.get(("global", name)))

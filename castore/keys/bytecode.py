@@ -14,7 +14,7 @@ import re
 import types
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 # The arguments and the kind of function; the other flags depend on the compiler and on __future__.
 _FLAGS = 0xFF | 0x200
@@ -30,7 +30,8 @@ _LOADS_VARIABLE = ("LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL")
 _NO_VARIABLE = {"LOAD_CONST", "LOAD_CLOSURE", *_LOADS_ATTRIBUTE}
 # After these instructions, nobody else has the value that was on the stack.
 _ENDS = ("POP_TOP", "POP_JUMP", "TO_BOOL", "STORE_ATTR", "DELETE_ATTR")
-_BESIDE = {"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
+#: Instructions that move no value.
+BESIDE = {"CACHE", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 _COPIES = {"COPY", "DUP_TOP"}
 _STORES = {"STORE_FAST": "local", "STORE_DEREF": "closure", "STORE_GLOBAL": "global", "STORE_NAME": "local"}
 # Enough for any chain of packages; `part = part.next` in a loop would give longer ones without end.
@@ -158,7 +159,7 @@ def _set_by_import(rows: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, str
 
 
 class Part(NamedTuple):
-    """A part of a value that code reads by a constant name: ``config.size``, ``CONFIG["size"]``.
+    """A step from a value to a part of it, by a constant name: ``config.size``, ``CONFIG["size"]``.
 
     Attributes:
         name: of the attribute, or the key.
@@ -169,35 +170,60 @@ class Part(NamedTuple):
     is_item: bool
 
 
+#: Steps that code takes, one after another, from a variable's value.
+Parts: TypeAlias = "tuple[Part, ...]"
+
+
 @functools.lru_cache(maxsize=4096)
-def parts_read(code: types.CodeType) -> dict[tuple[str, str], frozenset[Part] | None]:
+def parts_read(code: types.CodeType) -> dict[tuple[str, str], frozenset[Parts]]:
     """The parts that code, and code inside it, reads of each outer variable's value, by kind and name as in
-    `outer_reads`. None where the code does anything else with the value than to read parts of it.
+    `outer_reads`. A variable is left out where the code does anything else with its value than to read parts.
     """
-    found: dict[tuple[str, str], frozenset[Part] | None] = {}
+    found: dict[tuple[str, str], frozenset[Parts]] = {}
+    whole = set()
     for inner in codes(code):
-        rows = [row for row in steps(inner) if row[0] not in _BESIDE]
+        rows = [row for row in steps(inner) if row[0] not in BESIDE]
         for at, (opname, name) in enumerate(rows):
             if type(name) is not str or "FAST" in opname or opname in _NO_VARIABLE:
                 continue
             kind = "closure" if "DEREF" in opname else "global"
             if opname.startswith("LOAD_"):
-                known = found.get((kind, name), frozenset[Part]())
-                part = _part_at(rows, at + 1)
-                found[kind, name] = None if known is None or part is None else known | {part}
+                parts = tuple(_parts_at(rows, at + 1))
+                found[kind, name] = found.get((kind, name), frozenset[Parts]()) | {parts}
+                whole |= set() if parts else {(kind, name)}
             elif opname.startswith(("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF", "DELETE_GLOBAL")):
-                found[kind, name] = None
-    return found
+                whole.add((kind, name))
+    return {variable: parts for variable, parts in found.items() if variable not in whole}
 
 
-def _part_at(rows: list[tuple[str, Any]], at: int) -> Part | None:
-    """The part that instructions from ``at`` on read of the value that was loaded before them."""
-    opname, argument = rows[at]
-    if opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        return Part(argument, is_item=False)
-    if opname == "LOAD_CONST" and type(argument) is str and rows[at + 1][0] == "BINARY_SUBSCR":
-        return Part(argument, is_item=True)
-    return None
+def _parts_at(rows: list[tuple[str, Any]], at: int) -> Iterator[Part]:
+    """The steps that instructions from ``at`` on take from the value that was loaded before them."""
+    while True:
+        opname, argument = rows[at]
+        if opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield Part(argument, is_item=False)
+            at += 1
+        elif opname == "LOAD_CONST" and type(argument) is str and rows[at + 1][0] == "BINARY_SUBSCR":
+            yield Part(argument, is_item=True)
+            at += 2
+        else:
+            return
+
+
+@functools.lru_cache(maxsize=4096)
+def parts_assigned(code: types.CodeType) -> frozenset[str]:
+    """Names of the attributes and constant keys that code, or code inside it, assigns or deletes in any
+    object.
+    """
+    found = set()
+    for inner in codes(code):
+        rows = steps(inner)
+        for at, (opname, argument) in enumerate(rows):
+            if opname in ("STORE_ATTR", "DELETE_ATTR"):
+                found.add(argument)
+            elif opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and type(rows[at - 1][1]) is str:
+                found.add(rows[at - 1][1])
+    return frozenset(found)
 
 
 class Outer(NamedTuple):
@@ -247,7 +273,7 @@ def _loads(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...], st
 
     The last is None where the value is handed on. Values that nobody keeps are left out.
     """
-    rows = [row for row in steps(code) if row[0] not in _BESIDE]
+    rows = [row for row in steps(code) if row[0] not in BESIDE]
     for at, (opname, name) in enumerate(rows):
         if not opname.startswith("LOAD_") or type(name) is not str or opname in _NO_VARIABLE:
             continue

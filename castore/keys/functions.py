@@ -37,12 +37,13 @@ from castore.keys.bytecode import (
     BODY_NOISE,
     Import,
     Outer,
-    Part,
+    Parts,
     codes,
     handed_on,
     imports,
     instructions,
     outer_reads,
+    parts_assigned,
     parts_read,
     steps,
 )
@@ -53,7 +54,7 @@ from castore.keys.encoder import CONFIGS, AnyOrder, Encoder, UnencodableError, r
 from castore.keys.libraries import library_object, library_of, library_of_class
 from castore.keys.looked_up import looked_up
 from castore.keys.registry import Table
-from castore.keys.settings import parts_of, reads_by_text
+from castore.keys.settings import BY_TEXT, finds_by_text, names_in, parts_of, reads_parts_unseen
 from castore.keys.torch_modules import EVAL, IN_ORDER, calls_eval, is_compiled, lists_parts
 
 _CLASS_NOISE = {
@@ -68,6 +69,8 @@ _TUPLE_NOISE = {
 }  # fmt: skip
 # The state of these objects cannot change the result of a function.
 _HARMLESS = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
+# Builtins by which code reads or writes any part of any variable, under whatever name.
+_BY_TEXT = {getattr(builtins, name) for name in BY_TEXT}
 _LRU = type(functools.lru_cache(len))
 _WRAPPERS = (staticmethod, classmethod, _LRU)
 _DESCRIPTORS = (
@@ -129,6 +132,8 @@ def code_rule(encoder: Encoder, value: Any) -> bytes | None:
         return encoder.part(inner)
     library = library_object(value)
     if library:
+        if isinstance(value, types.BuiltinFunctionType) and value in _BY_TEXT:
+            encoder.found.finds_by_text = True
         return encoder.tagged("library", library)
     cls = type(value)
     count = _CODE.of(cls)
@@ -224,8 +229,10 @@ def _body(
 ) -> Iterator[Any]:
     instructions, names, reads, texts = _content(code)
     encoder.found.texts |= texts
+    encoder.found.assigned |= parts_assigned(code)
+    encoder.found.finds_by_text |= finds_by_text(code)
     yield instructions
-    parts = {} if reads_by_text(names) else parts_read(code)
+    parts = {} if reads_parts_unseen(code) else parts_read(code)
     for kind, name in reads:
         if kind == "closure" and name in cells:
             value = _cell(cells[name])
@@ -253,11 +260,12 @@ def _body(
             yield "whole", encoder.part(module, step)
 
 
-def _outer(encoder: Encoder, value: Any, parts: Set[Part] | None, names: Set[str], step: str) -> bytes:
+def _outer(encoder: Encoder, value: Any, parts: Set[Parts] | None, names: Set[str], step: str) -> bytes:
     """The value of an outer variable; of settings, those that the code reads."""
-    settings = parts_of(value, parts)
+    settings = parts_of(value, parts, encoder.found.whole)
     if settings is None:
         return _reference(encoder, value, names, step)
+    encoder.found.alone |= {*names_in(parts or frozenset())}
     counted = [(inner, item, encoder.part(item, step + inner)) for inner, item in settings]
     if encoder.watch is not None:
         encoder.watch.settings(value, step, counted)

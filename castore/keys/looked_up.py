@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any
 
-from castore.keys.bytecode import codes
+from castore.keys.bytecode import BESIDE, codes, steps
 
 # Methods and functions that take a query of pandas, and those that take SQL.
 _QUERIES = {"query", "eval"}
@@ -41,6 +41,19 @@ def looked_up(code: types.CodeType, names: Set[str], scope: dict[str, Any]) -> I
         if is_table(scope[name]):
             yield name, scope[name]
     yield from _operators(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def takes_queries(code: types.CodeType) -> bool:
+    """Whether code calls something that may take a query, whatever its text: but for ``model.eval()``."""
+    for inner in codes(code):
+        rows = [row for row in steps(inner) if row[0] not in BESIDE]
+        for at, (opname, name) in enumerate(rows):
+            if opname in ("LOAD_ATTR", "LOAD_METHOD") and name in _QUERIES | _SQL:
+                following, count = rows[at + 1]
+                if not (name == "eval" and following.startswith("CALL") and not count):
+                    return True
+    return False
 
 
 def texts_of(names: Set[str], scope: dict[str, Any]) -> tuple[str, ...]:

@@ -10,45 +10,78 @@ Must never: run a property, a descriptor or a `__getattr__`.
 from __future__ import annotations
 
 import argparse
+import copyreg
+import functools
 import types
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from typing import Any
 
-from castore.keys.bytecode import Part
-from castore.keys.classes import has_member, per_class, registered
+from castore.keys.bytecode import Part, Parts, codes, outer_reads
+from castore.keys.classes import registered
 from castore.keys.libraries import library_of_class
+from castore.keys.looked_up import takes_queries
 
 _MISSING = object()
-# Types that find attributes in the usual way.
+# Types that find attributes in the usual way, and are pickled by these.
 _AS_PYTHON_DOES = (object, types.SimpleNamespace)
-# Code with these names may read any part of any variable, by its text.
-_BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
+# Members of a class that find its objects' attributes in another way, or say what of its objects counts.
+_OWN_WAYS = {
+    "__getattribute__", "__castore_key__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
+    "__getnewargs_ex__",
+}  # fmt: skip
+#: Builtins by which code reads or writes any part of any variable, by its text.
+BY_TEXT = {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr"}
+# Attributes by which it does.
+_BY_ATTRIBUTE = {
+    "__globals__", "f_globals", "f_locals", "_getframe", "currentframe", "modules", "__setattr__",
+    "__delattr__", "__dict__", "__subclasses__",
+}  # fmt: skip
 
 
-def reads_by_text(names: Set[str]) -> bool:
-    """Whether code with these names may read any part of any variable."""
-    return not _BY_TEXT.isdisjoint(names)
+@functools.lru_cache(maxsize=4096)
+def finds_by_text(code: types.CodeType) -> bool:
+    """Whether code may read or write any part of any variable, also of those of other functions."""
+    names = {name for inner in codes(code) for name in inner.co_names}
+    builtins = {name for inner in codes(code) for kind, name in outer_reads(inner) if kind == "global"}
+    return not (_BY_ATTRIBUTE.isdisjoint(names) and BY_TEXT.isdisjoint(builtins))
 
 
-def parts_of(value: Any, parts: Set[Part] | None) -> list[tuple[str, Any]] | None:
-    """The parts of a value that count for code that reads these, each with its step in paths.
+def reads_parts_unseen(code: types.CodeType) -> bool:
+    """Whether code may read parts of its own variables that no instruction names."""
+    return finds_by_text(code) or takes_queries(code)
+
+
+def parts_of(value: Any, parts: Set[Parts] | None, whole: Set[str]) -> list[tuple[str, Any]] | None:
+    """The parts of a value that count for code that reads these, each with its steps in paths.
 
     Args:
         value: the value of a global, or of a variable that a function closes over.
         parts: the parts that the code reads of it, None for all (`castore.keys.bytecode.parts_read`).
+        whole: names of parts that other code assigns: an object that has one counts as a whole.
 
     Returns:
         None if the value counts as a whole.
     """
-    if not parts:
+    if not parts or () in parts:
         return None
-    found = []
-    for name, is_item in sorted(parts):
-        item = _element(value, name) if is_item else _attribute(value, name)
+    behind: dict[Part, set[Parts]] = {}
+    for first, *rest in parts:
+        behind.setdefault(first, set()).add(tuple(rest))
+    found: list[tuple[str, Any]] = []
+    for part, inner in sorted(behind.items()):
+        name, is_item = part
+        item = _MISSING if name in whole else _element(value, name) if is_item else _attribute(value, name)
         if item is _MISSING:
             return None
-        found.append((f"[{name!r}]" if is_item else f".{name}", item))
+        step = f"[{name!r}]" if is_item else f".{name}"
+        within = parts_of(item, inner, whole)
+        found += [(step, item)] if within is None else [(step + more, one) for more, one in within]
     return found
+
+
+def names_in(parts: Set[Parts]) -> Iterator[str]:
+    """The names of all steps."""
+    return (part.name for taken in parts for part in taken)
 
 
 def _element(value: Any, key: str) -> Any:
@@ -65,7 +98,10 @@ def _attribute(value: Any, name: str) -> Any:
         return _MISSING
     member = _member(cls, name)
     if isinstance(member, types.MemberDescriptorType):  # of ``__slots__``
-        return getattr(value, name, _MISSING)
+        try:
+            return member.__get__(value)
+        except AttributeError:
+            return _MISSING
     if _is_descriptor(member):
         return _MISSING
     return getattr(value, "__dict__", {}).get(name, member)
@@ -85,20 +121,18 @@ def _member(cls: type, name: str) -> Any:
 
 
 def _is_descriptor(member: Any) -> bool:
-    return has_member(type(member), "__get__") or has_member(type(member), "__set__")
+    return any(name in vars(base) for base in type(member).__mro__ for name in ("__get__", "__set__"))
 
 
-@per_class
 def _is_plain(cls: type) -> bool:
     """Whether Python itself finds the attributes of a class's objects, and the class is one for settings or
-    the user's.
+    the user's. Somebody may add members to a class at any time.
     """
     if cls not in (types.SimpleNamespace, argparse.Namespace) and library_of_class(cls) is not None:
         return False
-    own = {
-        name
-        for base in cls.__mro__
-        if all(base is not usual for usual in _AS_PYTHON_DOES)
-        for name in vars(base)
-    }
-    return not own & {"__getattribute__", "__castore_key__"}
+    bases = [base for base in cls.__mro__ if all(base is not usual for usual in _AS_PYTHON_DOES)]
+    return cls not in copyreg.dispatch_table and not any(
+        not _OWN_WAYS.isdisjoint(vars(base))
+        or type(vars(base).get("__dict__")) not in (types.GetSetDescriptorType, type(None))
+        for base in bases
+    )

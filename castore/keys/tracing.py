@@ -43,6 +43,12 @@ class Found:
         # Kinds of texts that count in this encoding, and those that the code met so far reads.
         self.counted = counted
         self.texts = counted
+        # Names of parts of settings that count alone so far, and of those that code met so far assigns. Parts
+        # with these names count with all of their objects, as all do where code finds parts by texts.
+        self.alone: set[str] = set()
+        self.assigned: set[str] = set()
+        self.finds_by_text = False
+        self.whole: frozenset[str] = frozenset()
         # Whether the encoding has imported a module, which may have given other modules more attributes.
         self.imported = False
 
@@ -131,14 +137,19 @@ def encode(
 
 
 def _until_complete(rules: Rules, value: object, what: str, watch: Watch | None, found: Found) -> bytes:
-    """The canonical bytes of a value, once its code's imports are done and the texts known that it reads."""
+    """The canonical bytes of a value, once its code's imports are done, and it is known which texts the code
+    reads and which parts of objects it assigns.
+    """
     while True:  # so that the first result equals the later ones
         found.imported = False
         found.counted = found.texts
+        found.alone = set()
         if watch is not None:
             watch.begin()
         code = Encoder(rules, watch, found).encode(value, what)
-        if not found.imported and found.texts == found.counted:
+        clash = found.alone if found.finds_by_text else found.alone & found.assigned
+        found.whole |= clash
+        if not (found.imported or clash) and found.texts == found.counted:
             return code
 
 

@@ -6,8 +6,10 @@ Each form of code is run with one setting after another changed. A result that d
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -15,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from castore.keys.bytecode import Part
 from castore.keys.objects import function_fingerprint
+from castore.keys.settings import parts_of
 
 START = {"a": 3, "b": 5, "c": 7}
 
@@ -79,6 +83,7 @@ BY_NAME = {
     "return {'a': cfg.a}[str('a')]": "a",
     "assert cfg.a\nreturn x": "a",
     "return (x and cfg).c": "c",
+    "model.eval()\nreturn cfg.a": "a",
     "return x.__class__(cfg.a)": "a",
 }
 #: Code that does something else with the settings.
@@ -99,6 +104,10 @@ AS_A_WHOLE = [
     "return (lambda s: s.b)(cfg) + cfg.a",
     "def inner():\n    yield cfg\nreturn [s.a + s.b for s in inner()]",
     "match cfg:\n    case s:\n        return s.a + s.b",
+    "return by_text('b') + cfg.a",
+    "return EVAL('read(SAME, \"b\")') + cfg.a",
+    "return read(sys.modules[NAME].SAME, 'b') + cfg.a",
+    "return len(table.query(TEXT)) + cfg.a",
 ]
 
 
@@ -108,6 +117,28 @@ def read(s: Any, name: str) -> Any:
 
 def everything(s: Any) -> list[Any]:
     return [read(s, name) for name in "abc"]
+
+
+#: The settings of the function that was made last.
+SAME: Any = None
+
+
+def by_text(name: str) -> Any:
+    return read(globals()["SAME"], name)
+
+
+def write_same(value: int) -> None:
+    if isinstance(SAME, dict):
+        SAME["a"] = value
+    else:
+        SAME.a = value
+
+
+class Table:
+    """Finds variables of its caller, as pandas does."""
+
+    def query(self, text: str) -> range:
+        return range(eval(text, sys._getframe(1).f_globals))
 
 
 def change(settings: Any, name: str, value: int) -> None:
@@ -125,8 +156,11 @@ def made(body: str, settings: Any, place: str) -> Callable[[int], Any]:
     lines = "def f(x):\n" + textwrap.indent(body, "    ")
     if place == "closure":
         lines = "def make(cfg):\n" + textwrap.indent(lines, "    ") + "\n    return f\nf = make(cfg)"
+    globals()["SAME"] = settings
     scope: dict[str, Any] = {
-        "__name__": __name__, "cfg": settings, "read": read, "everything": everything,
+        "__name__": __name__, "cfg": settings, "read": read, "everything": everything, "by_text": by_text,
+        "write_same": write_same, "EVAL": eval, "SAME": settings, "sys": sys, "NAME": __name__,
+        "table": Table(), "TEXT": "read(SAME, 'b')", "model": types.SimpleNamespace(eval=str),
     }  # fmt: skip
     exec(lines, scope)
     function: Callable[[int], Any] = scope["f"]
@@ -241,7 +275,7 @@ def test_what_python_alone_does_not_find_counts_as_a_whole(
 
 def test_a_setting_counts_by_all_that_lies_in_it() -> None:
     settings = types.SimpleNamespace(model={"size": 1, "layers": [1, 2]}, step=0)
-    function = made("return cfg.model['size']", settings, "global")
+    function = made("return dict(cfg.model)", settings, "global")
     before = function_fingerprint(function)
     settings.step = 1
     assert function_fingerprint(function) == before
@@ -254,4 +288,71 @@ def test_a_setting_that_comes_to_be_missing_counts() -> None:
     function = made("return cfg.a if x else None", settings, "global")
     before = function_fingerprint(function)
     del settings.a
+    assert function_fingerprint(function) != before
+
+
+@pytest.mark.parametrize("place", ["global", "closure"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("class", "dict")])
+def test_whether_two_names_have_one_object_counts_where_code_assigns_such_a_part(
+    kind: str, place: str
+) -> None:
+    found = []
+    for aliased in (True, False):
+        settings = KINDS[kind]()
+        function = made("write_same(9)\nreturn cfg.a", settings, place)
+        if not aliased:
+            globals()["SAME"] = copy.copy(settings)
+        found.append((function_fingerprint(function), function(1)))
+    (one, aliased_result), (other, copied_result) = found
+    assert (aliased_result, copied_result) == (9, 3)
+    assert one != other
+
+
+class Digest:
+    """Says what of it counts."""
+
+    def __init__(self) -> None:
+        self.path, self.content, self.conn = "a", 1, object()
+
+    def __getstate__(self) -> Any:
+        return {"path": self.path, "content": self.content}
+
+
+def test_what_an_object_says_of_its_state_counts_and_no_more() -> None:
+    settings = Digest()
+    for body in ("return cfg.path", "return cfg.conn"):
+        function = made(body, settings, "global")
+        before = function_fingerprint(function)
+        settings.conn = object()
+        assert function_fingerprint(function) == before
+        settings.content += 1
+        assert function_fingerprint(function) != before
+
+
+class Unset:
+    __slots__ = ("a",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("castore has run it")
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AssertionError("castore has run it")
+
+
+@pytest.mark.parametrize("make", [Unset, Proxy])
+def test_code_of_the_users_is_not_run_to_find_a_part(make: type) -> None:
+    assert parts_of(make(), {(Part("a", is_item=False),)}, set()) is None
+
+
+def test_parts_of_parts_count_alone() -> None:
+    settings = {"train": {"size": 1, "lr": 2}, "data": types.SimpleNamespace(path="a", seed=3)}
+    function = made("return cfg['train']['size'], cfg['data'].path.upper()", settings, "global")
+    before = function_fingerprint(function)
+    settings["train"]["lr"] = settings["data"].seed = 9  # type: ignore[index, attr-defined]
+    settings["more"] = {}
+    assert function_fingerprint(function) == before
+    settings["train"]["size"] = 9  # type: ignore[index]
     assert function_fingerprint(function) != before

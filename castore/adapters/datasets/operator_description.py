@@ -163,13 +163,17 @@ class _Notes(Watch):
     def reference(self, value: Any, step: str, code: bytes) -> None:
         """As in Watch."""
         if self._owners and not issubclass(type(value), _CODE) and not callable(value):
-            what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
-            self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
+            self._note_value(value, step, code)
+
+    def _note_value(self, value: Any, step: str, code: bytes) -> None:
+        what = step.removeprefix(" -> ").replace("closure ", "").replace("global ", "")
+        self.values[f"the value of {what} in {self._owners[-1]}"] = [_digest(code), _text(value)]
 
     def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
         """As in Watch: a note of each part."""
         for inner, item, code in parts:
-            self.reference(item, step + inner, code)
+            if self._owners and not issubclass(type(item), _CODE):  # the code of functions is noted anyway
+                self._note_value(item, step + inner, code)
 
 
 def _qualified(function: types.FunctionType) -> str:

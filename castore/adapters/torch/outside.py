@@ -67,7 +67,7 @@ def outside_of(code: Iterable[types.FunctionType | type]) -> Outside:
     digests = {
         f"the {label} of {module}": digests
         for (module, label), digests in watch.found.items()
-        if (module, label) not in watch.written and watch.reads(label)
+        if (module, label.partition("[")[0]) not in watch.written and watch.reads(label)
     }
     return Outside(digests, bindings_of(watch.functions, watch.written))
 
@@ -136,8 +136,12 @@ class _Outside(Watch):
             self._note_value(label, (label.split("'")[1],), value)
 
     def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
-        # Other functions may write to a part: `reads` needs all of them.
-        self.reference(value, step, b"")
+        if not self._modules or step.startswith(" -> closure ") or type(value) is not dict:
+            # Other functions may write to a part: `reads` needs all of them.
+            self.reference(value, step, b"")
+            return
+        for inner, item, _ in parts:
+            self._note_whole(step.removeprefix(" -> ") + inner, item)
 
     def _note_value(self, label: str, path: tuple[str, ...], value: Any) -> None:
         attributes = _plain_attributes(value) if len(path) < _DEEPEST else None
@@ -145,6 +149,9 @@ class _Outside(Watch):
             self._note(label, full_name(type(value)).encode())
             self._note_attributes(label, path, type(value), attributes.items())
             return
+        self._note_whole(label, value)
+
+    def _note_whole(self, label: str, value: Any) -> None:
         # Inside other code, the bytes depend on what has been met before.
         with contextlib.suppress(UnhashableError):
             self._note(label, encode(BY_PATH, value, "").code)
