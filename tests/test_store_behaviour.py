@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
+import os
 import random
 import re
 import subprocess
@@ -540,3 +543,23 @@ def test_a_batch_whose_block_has_ended_takes_nothing_more(store: Store) -> None:
         with pytest.raises(InvalidValueError, match="the block of this batch has ended"):
             use()
     assert list(store) == ["a"]
+
+
+def test_stores_that_nobody_closes_leave_no_file_open(tmp_path: Path) -> None:
+    def open_files() -> list[str]:
+        paths = []
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                paths.append(os.readlink(f"/proc/self/fd/{number}"))
+        return [path for path in paths if path.startswith(str(tmp_path))]
+
+    for number in range(5):
+        store = Store(tmp_path / "store")
+        store.put(f"small/{number}", b"small %d" % number)
+        with store.batch() as batch:
+            batch.put(f"large/{number}", noise(600_000, number))
+        assert store.get(f"small/{number}") == b"small %d" % number
+        assert open_files()
+        del store, batch
+        gc.collect()
+        assert open_files() == []

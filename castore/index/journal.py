@@ -91,12 +91,12 @@ class Journal:
     def __init__(
         self, folder: Path, tmp: Path, beacon: Beacon, mode: int, *, read_only: bool = False
     ) -> None:
+        self._fd = -1
         self.read_only = read_only
         self.folder = folder
         self._tmp = tmp
         self._beacon = beacon
         self.mode = mode
-        self._fd = -1
         self._number = -1
         # After a power cut the beacon may hold no number, or one below the newest segment's; a damaged beacon
         # may hold a higher one. The word is read before the folder: a writer sets it only once the file is
@@ -162,6 +162,10 @@ class Journal:
         fd, self._number, self._fd = self._fd, -1, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # of a store that nobody closed
+        if self._fd >= 0:
+            close(self._fd)
 
     def size(self) -> int:
         """Bytes of all segments."""

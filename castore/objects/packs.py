@@ -249,6 +249,7 @@ class PackWriter:
     """
 
     def __init__(self, path: Path, pack: int, mode: int) -> None:
+        self._fd = -1
         self._fd = open_with_mode(path, os.O_WRONLY | os.O_EXCL | os.O_APPEND, mode)
         self._path = path
         self.pack = pack
@@ -297,3 +298,7 @@ class PackWriter:
         fd, self._fd = self._fd, -1  # first, for a Ctrl-C may come right behind the close
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # of a store that nobody closed
+        if self._fd >= 0:
+            close(self._fd)

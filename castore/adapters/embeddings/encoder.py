@@ -88,9 +88,9 @@ class CachedEncoder(nn.Module):
     ) -> None:
         super().__init__()
         check_frozen(encoder, name)
-        self.name = name
+        self._name = name
         self._config = config or CacheConfig()
-        self.column = 0
+        self._column = 0
         self.encoder = encoder
         self._extractor = self._config.extractor_of(name)
         self._mask = self._config.masks.get(name)
@@ -108,6 +108,7 @@ class CachedEncoder(nn.Module):
             )
         self.register_load_state_dict_pre_hook(_prefix_weight_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_refresh_digest)  # type: ignore[no-untyped-call]
+        self._is_made = True
 
     @property
     def memo(self) -> EmbeddingCache:
@@ -125,23 +126,23 @@ class CachedEncoder(nn.Module):
                 table_name(type(self.encoder).__name__, parts),
                 self._store,
                 dtype=self._config.dtype,
-                resident=self._config.type_of(self.name) is not CacheType.DISK,
+                resident=self._config.type_of(self._name) is not CacheType.DISK,
             )
         return self._memo
 
-    def reconfigure(self, config: CacheConfig, store: Store, name: str) -> None:
+    def _reconfigure(self, config: CacheConfig, store: Store, name: str) -> None:
         """Encode items that are not given as Keys as another config says, from now on; tables stay.
 
         A fingerprint of the encoder that the config before gave, and this one does not, still counts.
         """
-        known = self._config.fingerprints.get(self.name)
+        known = self._config.fingerprints.get(self._name)
         given = config.fingerprints if known is None else {name: known, **config.fingerprints}
         self._config = CacheConfig(**{**vars(config), "fingerprints": given})
-        self.name, self._store, self._memo = name, store, None
+        self._name, self._store, self._memo = name, store, None
         self._extractor = config.extractor_of(name)
-        self.refresh_digest()
+        self._refresh_digest()
 
-    def refresh_digest(self) -> None:
+    def _refresh_digest(self) -> None:
         """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
         before = self.digest
         self._hash_again()
@@ -149,8 +150,8 @@ class CachedEncoder(nn.Module):
             self._tables = {number: _OutdatedLookup(one.cache) for number, one in self._tables.items()}
 
     def _hash_again(self) -> None:
-        check_frozen(self.encoder, self.name)
-        digest = encoder_digest(self.encoder, self.name, self._config.fingerprints.get(self.name))
+        check_frozen(self.encoder, self._name)
+        digest = encoder_digest(self.encoder, self._name, self._config.fingerprints.get(self._name))
         changed = self._detector.changed_globals()
         self._detector.note()
         if digest != self.digest:
@@ -163,9 +164,9 @@ class CachedEncoder(nn.Module):
             self._changes_of_globals += 1
             if self._changes_of_globals == _OFTEN:
                 warn(
-                    f"the encoder {self.name!r} has another key for the {_OFTEN}rd time, and encodes all anew"
-                    f" each time, since what its code reads has changed: {', '.join(changed)}; hold in the"
-                    " encoder itself what it needs of them",
+                    f"the encoder {self._name!r} has another key for the {_OFTEN}rd time, and encodes all"
+                    f" anew each time, since what its code reads has changed: {', '.join(changed)}; hold in"
+                    " the encoder itself what it needs of them",
                     CacheWarning,
                 )
 
@@ -186,16 +187,16 @@ class CachedEncoder(nn.Module):
         if keys is not None:
             self._warn_of_settings(args, kwargs)
             return self._pad(self._look_up(keys), kwargs)
-        if self._config.type_of(self.name) is CacheType.NONE or any(
+        if self._config.type_of(self._name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
         ):
             return self.encoder(*args, **kwargs)
         return self._look_up_or_encode(args, kwargs)
 
-    def encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _encode(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the encoder without gradients, in its own precision, whatever the first caller's is.
 
-        `settle` follows, after one run or many.
+        `_settle` follows, after one run or many.
 
         Raises:
             InvalidValueError: it draws random numbers.
@@ -207,7 +208,7 @@ class CachedEncoder(nn.Module):
             return tensor.to(device)
 
         own = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), own, refuse_random_numbers(f"the encoder {self.name!r}", advice):
+        with torch.no_grad(), own, refuse_random_numbers(f"the encoder {self._name!r}", advice):
             if device != _CPU:
                 args = [map_tensors(value, move) for value in args]
                 kwargs = {name: map_tensors(value, move) for name, value in kwargs.items()}
@@ -215,16 +216,16 @@ class CachedEncoder(nn.Module):
         return (
             outputs
             if self._mask is None
-            else remove_padding(outputs, get_mask(kwargs, self._mask, self.name))
+            else remove_padding(outputs, get_mask(kwargs, self._mask, self._name))
         )
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Accept what the encoder has changed of itself while it ran."""
         self._detector.settle()
 
     def _pad(self, outputs: Any, kwargs: Mapping[str, Any]) -> Any:
         return (
-            outputs if self._mask is None else add_padding(outputs, get_mask(kwargs, self._mask, self.name))
+            outputs if self._mask is None else add_padding(outputs, get_mask(kwargs, self._mask, self._name))
         )
 
     def _refresh_if_changed(self, *, encodes: bool) -> None:
@@ -234,31 +235,31 @@ class CachedEncoder(nn.Module):
         if not self._detector.may_have_changed(encodes=encodes):
             return
         if self._detector.weights_changed() or self._detector.weights_replaced():
-            self.refresh_digest()
+            self._refresh_digest()
         else:
             self._hash_again()
 
     def _look_up(self, keys: Keys) -> Any:
         if self._detector.weights_changed():
-            self.refresh_digest()
+            self._refresh_digest()
         if not len(keys):
             raise InvalidValueError("an empty batch of keys has no embeddings")
-        column = keys.column_in_memory(self.column)
+        column = keys.column_in_memory(self._column)
         # Rows are far below 2**40, so the least and the greatest key show whether all are of one table.
         low, high = (int(key) for key in torch.aminmax(column))
         if low <= ABSENT:
             raise InvalidValueError(
-                f"the encoder {self.name!r} got keys of a place for which it was not cached; name all of its "
-                "places with encoders=..."
+                f"the encoder {self._name!r} got keys of a place for which it was not cached; name all of "
+                "its places with encoders=..."
             )
         number = low // ROWS_PER_TABLE
         table = self._tables.get(number)
         if table is None or high // ROWS_PER_TABLE != number:
             raise InvalidValueError(
-                f"the encoder {self.name!r} got keys of several tables, or of another model; look up batches"
+                f"the encoder {self._name!r} got keys of several tables, or of another model; look up batches"
                 " of one loader, which cache_embeddings has made for this model"
             )
-        given = column if table.in_memory else keys.column(self.column)
+        given = column if table.in_memory else keys.column(self._column)
         return table.take(given - number * ROWS_PER_TABLE, self._device(keys.device))
 
     def _look_up_or_encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,8 +273,8 @@ class CachedEncoder(nn.Module):
 
         def encode(positions: list[int]) -> Any:
             *some, named = select_items(layout, batch, positions)
-            outputs = self.encode(some, named)
-            self.settle()
+            outputs = self._encode(some, named)
+            self._settle()
             return outputs
 
         self._refresh_if_changed(encodes=False)
@@ -292,7 +293,7 @@ class CachedEncoder(nn.Module):
         self._warned_uncached = True
         fed = ", ".join(_describe(value) for value in (*args, *kwargs.values())) or "nothing"
         warn(
-            f"the encoder {self.name!r} got {fed}, which is encoded each time, since it is no batch of "
+            f"the encoder {self._name!r} got {fed}, which is encoded each time, since it is no batch of "
             "items; pass tensors, arrays or lists with one element for each item, all of one length, or "
             "tuples of as many texts, or leave the encoder uncached with CacheType.NONE",
             CacheWarning,
@@ -308,7 +309,7 @@ class CachedEncoder(nn.Module):
         if settings := _other_than_defaults(self.encoder, args, kwargs):
             self._warned_settings = True
             warn(
-                f"the encoder {self.name!r} got {', '.join(settings)} beside keys, which has no effect:"
+                f"the encoder {self._name!r} got {', '.join(settings)} beside keys, which has no effect:"
                 " embeddings are those of the time when the cache was filled; build it into the encoder, or"
                 " leave the encoder uncached with CacheType.NONE",
                 CacheWarning,
@@ -317,7 +318,7 @@ class CachedEncoder(nn.Module):
     def _item_key(self, layout: tuple[Any, ...], item: tuple[Any, ...]) -> bytes:
         if self._extractor is None:
             *args, kwargs = _plain(map_leaves(layout, lambda _, value: _to_key_form(value), item))
-            return item_key((args, kwargs), f"an item that the encoder {self.name!r} is fed")
+            return item_key((args, kwargs), f"an item that the encoder {self._name!r} is fed")
         *given, named = _only_item(layout, item)
         features = [*given, *named.values()]
         return extracted_key(self._extractor, features[0] if len(features) == 1 else features)
@@ -361,6 +362,39 @@ class CachedEncoder(nn.Module):
                 raise
             return getattr(encoder, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute where reading finds it: the encoder's own, a layer say, on the encoder.
+
+        Raises:
+            InvalidValueError: it is the encoder itself.
+        """
+        if self._is_encoders(name):
+            setattr(self.encoder, name, value)
+        elif name == "encoder" and "_is_made" in vars(self) and value is not self.encoder:
+            raise InvalidValueError(
+                f"the cached encoder {self._name!r} keeps the encoder that it was made with; wrap the other"
+                " one anew, with cache_embeddings or CachedEncoder"
+            )
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_encoders(name):
+            delattr(self.encoder, name)
+        else:
+            super().__delattr__(name)
+
+    def _is_encoders(self, name: str) -> bool:
+        """Whether an attribute is the encoder's, and none of this wrapper's."""
+        own = vars(self)
+        return (
+            "_is_made" in own
+            and name not in own
+            and name != "encoder"
+            and not hasattr(type(self), name)
+            and hasattr(self.encoder, name)
+        )
+
 
 class _OutdatedLookup:
     """A table of the encoder before its weights changed."""
@@ -400,7 +434,7 @@ def _prefix_weight_names(module: nn.Module, state: dict[str, Any], prefix: str, 
 
 
 def _refresh_digest(module: CachedEncoder, keys: Any) -> None:
-    module.refresh_digest()
+    module._refresh_digest()
 
 
 def _learn_layout(batch: tuple[Any, ...]) -> tuple[int, Any]:

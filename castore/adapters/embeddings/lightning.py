@@ -35,7 +35,8 @@ class EmbeddingCacheCallback(Callback):
         encoders, store, progress: as for `cache_embeddings`.
 
     Raises:
-        InvalidValueError: the module has no `configure_caches`, or a loader is no DataLoader.
+        InvalidValueError: the module has no `configure_caches`, a loader is no DataLoader, or the trainer's
+            precision ("bf16-true", say) converts batches.
     """
 
     def __init__(
@@ -63,6 +64,12 @@ class EmbeddingCacheCallback(Callback):
         config = configure()
         if config is None:
             return
+        precision = str(trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            raise InvalidValueError(
+                f'precision="{precision}" converts the batches that reach the module, and the encoders see them'
+                " before; convert module and data yourself, or use a mixed precision"
+            )
         # A trainer keeps its loaders here, from `fit` or from a method; there is no public name for it.
         sources = {
             "train": trainer.fit_loop._data_source,

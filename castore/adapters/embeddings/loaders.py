@@ -43,7 +43,7 @@ class KeyColumn:
 
     Attributes:
         place: number of the place.
-        encoder: number of the column, `CachedEncoder.column`.
+        encoder: number of the column, `CachedEncoder._column`.
         source: number of its column in `Pass.rows`.
         first_key: the key of row 0.
     """

@@ -166,25 +166,25 @@ def _make_stand_ins(
 ) -> dict[str, CachedEncoder]:
     """The CachedEncoder for each encoder; an existing one keeps its tables, and its column of Keys."""
     made = {}
-    taken = [module.column for module in model.modules() if isinstance(module, CachedEncoder)]
+    taken = [module._column for module in model.modules() if isinstance(module, CachedEncoder)]
     for name in names:
         if config.type_of(name) is CacheType.NONE:
             continue
         there = get_encoder(model, name)
         if isinstance(there, CachedEncoder):
             _check_same_mask(there, config.masks.get(name), name)
-            there.reconfigure(_without_folder(config), store, name)
+            there._reconfigure(_without_folder(config), store, name)
         else:
             there = CachedEncoder(there, _without_folder(config), name=name, store=store)
-            there.column = 1 + max(taken, default=-1)
-            taken.append(there.column)
+            there._column = 1 + max(taken, default=-1)
+            taken.append(there._column)
         made[name] = there
     return made
 
 
 def _check_same_mask(there: CachedEncoder, mask: str | None, name: str) -> None:
     """Check that an encoder which was cached before has the mask that is now given for it."""
-    before = there._config.masks.get(there.name)
+    before = there._config.masks.get(there._name)
     if before != mask:
         raise InvalidValueError(
             f"the encoder {name!r} is cached already, with masks={before!r}, and keeps that; give the same"
@@ -270,7 +270,7 @@ class _LoaderPlan:
     ) -> None:
         """Encode what is missing."""
         self.seen = self.dataset_pass.fill(
-            [stand_ins[source.name].encode for source in self.encoders],
+            [stand_ins[source.name]._encode for source in self.encoders],
             batch_size=config.batch_size,
             num_workers=config.num_workers or 0,
             start=_start_part(self.dataset_pass.is_shared),
@@ -278,7 +278,7 @@ class _LoaderPlan:
             progress=progress,
         )
         for source in self.encoders:
-            stand_ins[source.name].settle()
+            stand_ins[source.name]._settle()
 
     def make_loader(self, stand_ins: Mapping[str, CachedEncoder], config: CacheConfig) -> DataLoader[Any]:
         """The loader to train with."""
@@ -301,7 +301,7 @@ class _LoaderPlan:
             for source, own in zip(self.encoders, by_encoder, strict=True)
         ]
         columns = [
-            KeyColumn(place, stand_ins[self.encoders[number].name].column, call, first_keys[number])
+            KeyColumn(place, stand_ins[self.encoders[number].name]._column, call, first_keys[number])
             for place, number, call in self.columns
         ]
         if is_stream:
@@ -399,7 +399,7 @@ def _call_numbers(encoders: list[EncoderCalls]) -> list[list[int]]:
 def _place_table(
     table: EmbeddingCache, rows: torch.Tensor, stand_in: CachedEncoder, config: CacheConfig
 ) -> Lookup:
-    kind = config.type_of(stand_in.name)
+    kind = config.type_of(stand_in._name)
     rows = torch.unique(rows)  # sorted
     if kind is CacheType.AUTO and fits_on_device(table, rows, stand_in._device(torch.device("cpu"))):
         kind = CacheType.GPU

@@ -73,12 +73,12 @@ class Off(Caching):
         return None
 
 
-def fit(module: Plain, folder: Path, *loaders: Any, cached: bool = True) -> Plain:
+def fit(module: Plain, folder: Path, *loaders: Any, cached: bool = True, **options: Any) -> Plain:
     torch.manual_seed(9)
     trainer = pl.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder,
-        callbacks=[EmbeddingCacheCallback(store=folder / "store")] if cached else [],
+        callbacks=[EmbeddingCacheCallback(store=folder / "store")] if cached else [], **options,
     )  # fmt: skip
     trainer.fit(module, *loaders)
     return module

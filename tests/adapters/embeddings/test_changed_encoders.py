@@ -339,7 +339,7 @@ def test_what_an_encoder_makes_when_it_first_runs_changes_no_key(store: Store) -
     cached = CachedEncoder(LazilyMade(), store=store)
     digest = cached.digest
     cached(features(4))
-    cached.refresh_digest()
+    cached._refresh_digest()
     assert cached.digest == digest
     again = pickle.loads(pickle.dumps(cached))
     assert torch.equal(again(features(4)), cached(features(4)))
@@ -643,3 +643,68 @@ def test_a_counter_of_a_base_class_is_no_change(store: Store) -> None:
 class Base(Encoder):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 2
+
+
+class Pooled(nn.Module):
+    """Pools by a setting; `encode` and `name` are names that encoders have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.pool, self.name = nn.Linear(8, 3).requires_grad_(False), "mean", "pooled"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fc(x) if self.pool == "mean" else -self.fc(x)
+
+    def encode(self, x: torch.Tensor, scale: int = 1) -> Any:
+        return scale * self(x)
+
+
+def _turn(encoder: Any) -> None:
+    encoder.pool = "cls"
+
+
+def _replace_layer(encoder: Any) -> None:
+    encoder.fc = nn.Linear(8, 3).requires_grad_(False)
+
+
+def _set_submodule(encoder: Any) -> None:
+    encoder.set_submodule("fc", nn.Identity())
+
+
+@pytest.mark.parametrize("change", [_turn, _replace_layer, _set_submodule])
+def test_what_is_set_through_the_wrapper_is_set_on_the_encoder(store: Store, change: Any) -> None:
+    plain = Pooled()
+    torch.manual_seed(1)
+    cached = CachedEncoder(Pooled(), store=store)
+    items = torch.randn(4, 8)
+    assert torch.allclose(cached(items), plain(items))
+    torch.manual_seed(2)
+    change(cached)
+    torch.manual_seed(2)
+    change(plain)
+    assert torch.allclose(cached(items), plain(items))
+    assert cached.state_dict().keys() == plain.state_dict().keys()
+    assert vars(cached.encoder)["pool"] == plain.pool
+
+
+def test_an_encoders_own_names_are_found_through_the_wrapper(store: Store) -> None:
+    plain = Pooled()
+    cached = CachedEncoder(Pooled(), store=store)
+    items = torch.randn(4, 8)
+    assert torch.allclose(cached.encode(items, 2), plain.encode(items, 2))
+    assert cached.name == "pooled"
+    del cached.pool
+    assert not hasattr(cached.encoder, "pool")
+    cached.noted = 1  # what neither has is the wrapper's
+    assert not hasattr(cached.encoder, "noted")
+    copied = copy.deepcopy(cached)
+    copied.name = "another"
+    assert (copied.encoder.name, cached.name) == ("another", "pooled")
+
+
+def test_another_encoder_is_wrapped_anew(store: Store) -> None:
+    cached = CachedEncoder(Pooled(), store=store)
+    with pytest.raises(InvalidValueError, match="keeps the encoder that it was made with; wrap the other"):
+        cached.encoder = Pooled()
+    cached.encoder = cached.encoder

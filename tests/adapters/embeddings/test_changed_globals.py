@@ -169,7 +169,8 @@ def test_a_global_that_is_handed_on_and_changes_again_and_again_is_told_once(
 def test_settings_that_code_does_not_name_do_not_look_changed() -> None:
     """Else an encoder, with all its weights, would be hashed anew at each step."""
     set_up()
-    noted, whole = reached_bindings([Named.forward]), reached_bindings([HandsOn.forward])
+    read: list[Any] = [Named.forward, HandsOn.forward]
+    noted, whole = (reached_bindings([function]) for function in read)
     NAMESPACE.step = 7
     assert [any(one.is_old() for one in bindings) for bindings in (noted, whole)] == [False, True]
     NAMESPACE.inner.k = 7

@@ -50,3 +50,10 @@ def test_none_means_no_cache(pl: Any, tmp_path: Path) -> None:
 def test_a_module_without_the_method_is_told(pl: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="Plain has no configure_caches"):
         pl.fit(pl.Plain(), tmp_path, *loaders())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_precision_that_converts_batches_is_refused(pl: Any, tmp_path: Path, precision: str) -> None:
+    with pytest.raises(InvalidValueError, match=f'precision="{precision}" converts the batches'):
+        pl.fit(pl.Caching(), tmp_path, *loaders(), precision=precision)
+    assert pl.fit(pl.Caching(), tmp_path, *loaders(), precision="32-true").losses
