@@ -67,8 +67,8 @@ class EmbeddingCacheCallback(Callback):
         precision = str(trainer.precision)
         if precision.endswith("-true") and precision != "32-true":
             raise InvalidValueError(
-                f'precision="{precision}" converts the batches that reach the module, and the encoders see them'
-                " before; convert module and data yourself, or use a mixed precision"
+                f'precision="{precision}" converts the batches that reach the module, and the encoders see'
+                " them before; convert module and data yourself, or use a mixed precision"
             )
         # A trainer keeps its loaders here, from `fit` or from a method; there is no public name for it.
         sources = {

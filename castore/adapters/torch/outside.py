@@ -67,7 +67,7 @@ def outside_of(code: Iterable[types.FunctionType | type]) -> Outside:
     digests = {
         f"the {label} of {module}": digests
         for (module, label), digests in watch.found.items()
-        if (module, label.partition("[")[0]) not in watch.written and watch.reads(label)
+        if (module, watch.parts.get(label, label)) not in watch.written and watch.reads(label)
     }
     return Outside(digests, bindings_of(watch.functions, watch.written))
 
@@ -90,6 +90,7 @@ class _Outside(Watch):
     Attributes:
         found: digests by the module and the name.
         attributes: the attributes that were noted by themselves, by their labels.
+        parts: the labels of the dicts of which parts were noted, by the labels of these.
         written: modules and names that functions assign or write to.
         functions: the user's functions that were met.
     """
@@ -97,6 +98,7 @@ class _Outside(Watch):
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], set[bytes]] = {}
         self.attributes: dict[str, _Attribute] = {}
+        self.parts: dict[str, str] = {}
         self._read: set[str] = set()  # names of attributes
         self._handed_on: set[tuple[str, ...]] = set()  # paths of values that others get as a whole
         self.written: set[tuple[str, str]] = set()
@@ -140,8 +142,11 @@ class _Outside(Watch):
             # Other functions may write to a part: `reads` needs all of them.
             self.reference(value, step, b"")
             return
+        whole = step.removeprefix(" -> ")
         for inner, item, _ in parts:
-            self._note_whole(step.removeprefix(" -> ") + inner, item)
+            label = f"part {inner} of {whole}"
+            self.parts[label] = whole
+            self._note_whole(label, item)
 
     def _note_value(self, label: str, path: tuple[str, ...], value: Any) -> None:
         attributes = _plain_attributes(value) if len(path) < _DEEPEST else None

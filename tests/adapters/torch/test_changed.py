@@ -534,8 +534,11 @@ class ReadsSettings(Dataset[Any]):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda: SETTINGS["tensor"].fill_(3), "global 'SETTINGS'"),
-        (lambda: setattr(SETTINGS["inner"]["list"][0], "factor", 3), "global 'SETTINGS'"),
+        (lambda: SETTINGS["tensor"].fill_(3), r"part \['tensor'\] of global 'SETTINGS'"),
+        (
+            lambda: setattr(SETTINGS["inner"]["list"][0], "factor", 3),
+            r"part \['inner'\] of global 'SETTINGS'",
+        ),
         (lambda: setattr(Table, "factor", 3), "attribute 'factor' of global 'Table'"),
         (lambda: Table.factors.update(a=3), "attribute 'factors' of global 'Table'"),
     ],
@@ -558,6 +561,43 @@ class Options:
     step: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     inner: Any = None
+
+
+CONFIG: dict[str, Any] = {}
+
+
+class ByConfig(Dataset[Any]):
+    """Reads settings of a global dict that a training loop writes to."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index * int(CONFIG["size"]) + int(CONFIG["inner"]["shift"])
+
+
+def test_an_element_of_a_dict_that_reading_does_not_name_may_change(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    CONFIG.clear()
+    CONFIG.update(size=2, step=0, inner={"shift": 1, "lr": 0.1})
+    with wrap(ByConfig(), tmp_path / "cache") as cached:
+        for index in range(5):
+            assert cached[index] == 2 * index + 1
+            CONFIG["step"] += 1
+            CONFIG[f"loss {index}"] = CONFIG["inner"]["lr"] = 0.5 / (index + 1)
+        assert list(cached) == [2 * index + 1 for index in range(10)]
+    changes: list[tuple[Callable[[], object], str]] = [
+        (lambda: CONFIG.update(size=3), r"part \['size'\]"),
+        (lambda: CONFIG["inner"].update(shift=3), r"part \['inner'\]\['shift'\]"),
+    ]
+    for change, what in changes:
+        with wrap(ByConfig(), tmp_path / f"cache of {len(what)}") as cached:
+            before = cached[3]
+            change()
+            with pytest.raises(InvalidValueError, match=rf"the {what} of global 'CONFIG' of tests\."):
+                cached[4]
+            assert before == cached[3]
 
 
 OPTIONS: Any = Options()
