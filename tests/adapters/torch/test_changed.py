@@ -1146,5 +1146,5 @@ def test_a_worker_whose_code_differs_keeps_nothing_after_its_first_error_either(
     (tmp_path / "scaled.py").write_text(SCALED)
     (tmp_path / "program.py").write_text(EDITED_MEANWHILE)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-B", tmp_path / "program.py", tmp_path / "store"]
+    command = [sys.executable, "-B", str(tmp_path / "program.py"), str(tmp_path / "store")]
     subprocess.run(command, check=True, env=environment, cwd=tmp_path, timeout=120)
