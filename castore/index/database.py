@@ -427,7 +427,8 @@ class Index:
                     self._roll_back(txn, error)
                     raise
                 finally:
-                    _writing.remove(self._file_id)
+                    if self._file_id in _writing:  # a Ctrl-C may come before it is there
+                        _writing.remove(self._file_id)
             time.sleep(PAUSE_SECONDS)  # forks and other threads may pass the gate
 
     def transact(self, work: Callable[[Write], T]) -> T:
@@ -449,7 +450,8 @@ class Index:
                     self._roll_back(txn, error)
                     raise
                 finally:
-                    _writing.remove(self._file_id)
+                    if self._file_id in _writing:  # a Ctrl-C may come before it is there
+                        _writing.remove(self._file_id)
             time.sleep(PAUSE_SECONDS)
 
     def _require_outermost(self, timeout: float) -> None:
