@@ -213,17 +213,40 @@ def _parts_at(rows: list[tuple[str, Any]], at: int) -> Iterator[Part]:
 @functools.lru_cache(maxsize=4096)
 def parts_assigned(code: types.CodeType) -> frozenset[str]:
     """Names of the attributes and constant keys that code, or code inside it, assigns or deletes in any
-    object.
+    object, but for attributes of its own `self` or `cls`: see `own_assigned`.
     """
     found = set()
     for inner in codes(code):
         rows = steps(inner)
         for at, (opname, argument) in enumerate(rows):
-            if opname in ("STORE_ATTR", "DELETE_ATTR"):
+            if opname in ("STORE_ATTR", "DELETE_ATTR") and not _is_own(inner, rows[at - 1]):
                 found.add(argument)
             elif opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and type(rows[at - 1][1]) is str:
                 found.add(rows[at - 1][1])
     return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def own_assigned(code: types.CodeType) -> frozenset[str]:
+    """Names of the attributes of `self`, or of `cls`, that a method's code assigns or deletes."""
+    rows = steps(code)
+    return frozenset(
+        argument
+        for at, (opname, argument) in enumerate(rows)
+        if opname in ("STORE_ATTR", "DELETE_ATTR") and _is_own(code, rows[at - 1])
+    )
+
+
+def _is_own(code: types.CodeType, row: tuple[str, Any]) -> bool:
+    """Whether an instruction loads a method's first argument, to which the method assigns nothing else."""
+    opname, name = row
+    return (
+        opname.startswith("LOAD_FAST")
+        and name in ("self", "cls")
+        and code.co_argcount > 0
+        and code.co_varnames[0] == name
+        and ("STORE_FAST", name) not in steps(code)
+    )
 
 
 class Outer(NamedTuple):

@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any
 
-from castore.keys.bytecode import Part, Parts, codes, outer_reads
+from castore.keys.bytecode import Part, Parts, codes, outer_reads, own_assigned
 from castore.keys.classes import registered
 from castore.keys.libraries import library_of_class
 from castore.keys.looked_up import takes_queries
@@ -29,6 +29,8 @@ _OWN_WAYS = {
     "__getattribute__", "__castore_key__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
     "__getnewargs_ex__",
 }  # fmt: skip
+# Methods that make an object or a class.
+_MAKING = {"__init__", "__new__", "__post_init__", "__init_subclass__"}
 #: Builtins by which code reads or writes any part of any variable, by its text.
 BY_TEXT = {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr"}
 # Attributes by which it does.
@@ -97,6 +99,8 @@ def _attribute(value: Any, name: str) -> Any:
     if not _is_plain(cls):
         return _MISSING
     member = _member(cls, name)
+    if name in _assigned_by_methods(cls):
+        return _MISSING
     if isinstance(member, types.MemberDescriptorType):  # of ``__slots__``
         try:
             return member.__get__(value)
@@ -112,7 +116,19 @@ def _of_class(cls: type, name: str) -> Any:
     if library_of_class(cls) is not None or hasattr(type, name):
         return _MISSING
     member = _member(cls, name)
-    return _MISSING if _is_descriptor(member) else member
+    return _MISSING if _is_descriptor(member) or name in _assigned_by_methods(cls) else member
+
+
+def _assigned_by_methods(cls: type) -> set[str]:
+    """Names that methods of a class assign in their own object or class, other than to make it."""
+    members = (
+        getattr(member, "__func__", member)
+        for base in cls.__mro__
+        for name, member in vars(base).items()
+        if name not in _MAKING
+    )
+    codes_of = (member.__code__ for member in members if isinstance(member, types.FunctionType))
+    return {name for code in codes_of for name in own_assigned(code)}
 
 
 def _member(cls: type, name: str) -> Any:

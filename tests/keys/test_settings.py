@@ -356,3 +356,45 @@ def test_parts_of_parts_count_alone() -> None:
     assert function_fingerprint(function) == before
     settings["train"]["size"] = 9  # type: ignore[index]
     assert function_fingerprint(function) != before
+
+
+class Counted:
+    def __init__(self, size: int) -> None:
+        self.size, self.lr = size, 1
+
+    def grow(self) -> None:
+        self.size += 1
+
+
+class Reader:
+    """Keeps a setting under the name that it has, as most classes do."""
+
+    def __init__(self) -> None:
+        self.a = SAME.a
+
+    def read(self) -> Any:
+        return self.a + SAME.b
+
+
+def test_a_class_that_keeps_a_setting_under_its_own_name_counts_by_the_setting_alone() -> None:
+    def run(settings: Any) -> str:
+        globals()["SAME"] = settings
+        return function_fingerprint(Reader.read) + function_fingerprint(Reader)
+
+    settings = types.SimpleNamespace(**START)
+    before = run(settings)
+    settings.c = 9
+    assert run(settings) == before
+    settings.b = 9
+    assert run(settings) != before
+
+
+def test_what_a_method_assigns_in_its_object_counts_with_all_of_the_object() -> None:
+    found = set()
+    for aliased in (True, False):
+        settings = Counted(3)
+        function = made("SAME.grow()\nreturn cfg.size", settings, "global")
+        function.__globals__["SAME"] = settings if aliased else Counted(3)
+        found.add((function_fingerprint(function), function(1)))
+    assert {result for _, result in found} == {3, 4}
+    assert len({key for key, _ in found}) == 2
