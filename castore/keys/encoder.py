@@ -173,6 +173,8 @@ class Encoder:
         met: numbers of functions, classes and objects by id, with the object. They refer to one another in
             cycles: a number represents an object that is met again.
         parameters: how many of these are parameters of models.
+        roots: numbers by id, with the object, of those of which only parts have been encoded.
+        known_parts: the numbers, with the parts' steps.
         ordered: whether the order of dicts counts here: it counts in the user's values, not in a library's.
         marks: names of what surrounds the part, for rules further inside.
         unordered: ids of dicts whose order does not count. Their objects keep them alive.
@@ -310,6 +312,8 @@ class Encoder:
 
     def _begin_numbering(self) -> None:
         self.met = {}
+        self.roots: dict[int, tuple[int, Any]] = {}
+        self.known_parts: set[tuple[int, str]] = set()
         self.parameters = 0
         self.unordered: set[int] = set()
         self.memory: Any = self.rules.memory() if self.rules.memory is not None else None

@@ -261,15 +261,32 @@ def _body(
 
 
 def _outer(encoder: Encoder, value: Any, parts: Set[Parts] | None, names: Set[str], step: str) -> bytes:
-    """The value of an outer variable; of settings, those that the code reads."""
-    settings = parts_of(value, parts, encoder.found.whole)
+    """The value of an outer variable; of settings, those that the code reads.
+
+    Settings that are one object have one number, since code may write through one name and read through
+    another. A part counts by its content where it is met first.
+    """
+    is_met = id(value) in encoder.met
+    settings = None if is_met else parts_of(value, parts, encoder.found.whole)
     if settings is None:
-        return _reference(encoder, value, names, step)
+        code = _reference(encoder, value, names, step)
+        return code if id(value) not in encoder.roots else encoder.tagged("root", _root(encoder, value), code)
     encoder.found.alone |= {*names_in(parts or frozenset())}
-    counted = [(inner, item, encoder.part(item, step + inner)) for inner, item in settings]
+    root, counted = _root(encoder, value), []
+    for inner, item in settings:
+        if (root, inner) in encoder.known_parts:
+            code = encoder.tagged("known", root, inner)
+        else:
+            code = encoder.part(item, step + inner)
+            encoder.known_parts.add((root, inner))
+        counted.append((inner, item, code))
     if encoder.watch is not None:
         encoder.watch.settings(value, step, counted)
-    return encoder.tagged("settings", *((inner, code) for inner, _, code in counted))
+    return encoder.tagged("settings", root, *((inner, code) for inner, _, code in counted))
+
+
+def _root(encoder: Encoder, value: Any) -> int:
+    return encoder.roots.setdefault(id(value), (len(encoder.roots), value))[0]
 
 
 def _reference(encoder: Encoder, value: Any, names: Set[str], step: str) -> bytes:

@@ -32,11 +32,12 @@ _OWN_WAYS = {
 # Methods that make an object or a class.
 _MAKING = {"__init__", "__new__", "__post_init__", "__init_subclass__"}
 #: Builtins by which code reads or writes any part of any variable, by its text.
-BY_TEXT = {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr"}
+BY_TEXT = {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr", "__import__"}
 # Attributes by which it does.
 _BY_ATTRIBUTE = {
     "__globals__", "f_globals", "f_locals", "_getframe", "currentframe", "modules", "__setattr__",
-    "__delattr__", "__dict__", "__subclasses__",
+    "__delattr__", "__dict__", "__subclasses__", "__closure__", "cell_contents", "getclosurevars",
+    "import_module", "resolve_name",
 }  # fmt: skip
 
 
@@ -44,8 +45,9 @@ _BY_ATTRIBUTE = {
 def finds_by_text(code: types.CodeType) -> bool:
     """Whether code may read or write any part of any variable, also of those of other functions."""
     names = {name for inner in codes(code) for name in inner.co_names}
-    builtins = {name for inner in codes(code) for kind, name in outer_reads(inner) if kind == "global"}
-    return not (_BY_ATTRIBUTE.isdisjoint(names) and BY_TEXT.isdisjoint(builtins))
+    loaded = {name for inner in codes(code) for kind, name in outer_reads(inner) if kind == "global"}
+    named = names if "builtins" in names else loaded
+    return not (_BY_ATTRIBUTE.isdisjoint(names) and BY_TEXT.isdisjoint(named))
 
 
 def reads_parts_unseen(code: types.CodeType) -> bool:

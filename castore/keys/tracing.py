@@ -37,7 +37,7 @@ _ADDRESS = (
 class Found:
     """Findings in encoded bytes. Separate: a reference to its own method would keep an encoder alive."""
 
-    def __init__(self, counted: frozenset[str] = frozenset()) -> None:
+    def __init__(self, counted: frozenset[str] = frozenset(), whole: frozenset[str] = frozenset()) -> None:
         self.addresses: set[int] = set()
         self.doubtful = False
         # Kinds of texts that count in this encoding, and those that the code met so far reads.
@@ -48,7 +48,7 @@ class Found:
         self.alone: set[str] = set()
         self.assigned: set[str] = set()
         self.finds_by_text = False
-        self.whole: frozenset[str] = frozenset()
+        self.whole = whole
         # Whether the encoding has imported a module, which may have given other modules more attributes.
         self.imported = False
 
@@ -98,7 +98,8 @@ class Encoded(NamedTuple):
             return None
         trace = _ToDoubts(suspects)
         try:
-            rest = Encoder(self.rules, trace, Found(self.found.counted)).part(self.value)
+            found = Found(self.found.counted, self.found.whole)
+            rest = Encoder(self.rules, trace, found).part(self.value)
         except RecursionError:  # tracing needs more stack than encoding, and must not fail
             return None
         return Doubts(str(blake3(rest).hexdigest()[:KEY_DIGITS]), trace.parts) if trace.parts else None
@@ -147,7 +148,8 @@ def _until_complete(rules: Rules, value: object, what: str, watch: Watch | None,
         if watch is not None:
             watch.begin()
         code = Encoder(rules, watch, found).encode(value, what)
-        clash = found.alone if found.finds_by_text else found.alone & found.assigned
+        alone = found.alone - found.whole
+        clash = alone if found.finds_by_text else alone & found.assigned
         found.whole |= clash
         if not (found.imported or clash) and found.texts == found.counted:
             return code

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import operator
 import re
 import sys
 import textwrap
@@ -18,8 +19,10 @@ from typing import Any
 import pytest
 
 from castore.keys.bytecode import Part
-from castore.keys.objects import function_fingerprint
+from castore.keys.encoder import Encoder, Watch
+from castore.keys.objects import OBJECTS, function_fingerprint
 from castore.keys.settings import parts_of
+from castore.keys.tracing import encode
 
 START = {"a": 3, "b": 5, "c": 7}
 
@@ -398,3 +401,54 @@ def test_what_a_method_assigns_in_its_object_counts_with_all_of_the_object() -> 
         found.add((function_fingerprint(function), function(1)))
     assert {result for _, result in found} == {3, 4}
     assert len({key for key, _ in found}) == 2
+
+
+class Holding:
+    def __init__(self) -> None:
+        self.names, self.opts = ["a"], {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "SAME.names.append('b')",
+        "SAME.opts.update(x=5)",
+        "SAME.opts['x'] += 5",
+        "SAME.opts['x'] = 5",
+        "operator.setitem(SAME.opts, 'x', 5)",
+        "SAME.__init__()\nread(SAME, 'opts')['x'] = 5",
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_whether_two_names_have_one_object_counts(write: str, first: bool) -> None:
+    """What one name is written through, the other one may read."""
+    found = {}
+    for aliased in (True, False):
+        settings = Holding()
+        reading = "cfg.opts['x'], len(cfg.names)"
+        body = f"{write}\nreturn {reading}" if first else f"before = {reading}\n{write}\nreturn {reading}"
+        function = made(body, settings, "global")
+        function.__globals__.update(SAME=settings if aliased else copy.deepcopy(settings), operator=operator)
+        found[function_fingerprint(function)] = function(1)
+    assert len(found) == len({*map(str, found.values())}) == 2
+
+
+def test_a_large_part_is_encoded_once_however_many_functions_read_it() -> None:
+    settings = types.SimpleNamespace(table={number: str(number) for number in range(20_000)})
+    scope: dict[str, Any] = {"__name__": __name__, "cfg": settings}
+    names = [f"helper{number}" for number in range(200)]
+    for name in names:
+        exec(f"def {name}(x): return cfg.table[x]", scope)
+    exec(f"def f(x): return [{', '.join(f'{name}(x)' for name in names)}]", scope)
+    encoded = []
+
+    class Noting(Watch):
+        def part(self, encoder: Encoder, value: Any, step: str) -> bytes:
+            encoded.append(value is settings.table)
+            return encoder.part(value, step, direct=True)
+
+    before = function_fingerprint(scope["f"])
+    encode(OBJECTS, scope["f"], "f", Noting())
+    assert sum(encoded) == 1
+    settings.table[7] = "another"
+    assert function_fingerprint(scope["f"]) != before
