@@ -421,7 +421,7 @@ class Holding:
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_whether_two_names_have_one_object_counts(write: str, first: bool) -> None:
-    """What one name is written through, the other one may read."""
+    """Code may write through one name and read through the other."""
     found = {}
     for aliased in (True, False):
         settings = Holding()
