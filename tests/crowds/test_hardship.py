@@ -121,7 +121,8 @@ def interrupted_at(step: int, call: Callable[[], object]) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         nonlocal steps
-        if "castore" not in frame.f_code.co_filename:
+        # Python drops an interrupt in a finaliser.
+        if "castore" not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

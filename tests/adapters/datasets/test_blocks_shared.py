@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -174,8 +175,12 @@ def test_a_rank_that_goes_on_after_errors_takes_no_results_of_other_rows(
     monkeypatch.setenv("WORLD_SIZE", "2")
     function = Failing()
     # The first block is quick, so nothing foretells that the others are slow.
-    with slow_blocks(20), Store(folder / "node0", remote="team") as store:
-        monkeypatch.setattr(block_step, "SLOW_SECONDS", 0.1)
+    # In this order: `monkeypatch`, which ends later, would leave the value of `slow_blocks` to other tests.
+    with (
+        slow_blocks(20),
+        mock.patch.object(block_step, "SLOW_SECONDS", 0.1),
+        Store(folder / "node0", remote="team") as store,
+    ):
         for function.at in range(1350, ROWS, 250):
             with contextlib.suppress(RuntimeError):  # unless that row has run
                 cached_map(rows(), function, store=store, num_proc=num_proc)

@@ -292,7 +292,7 @@ def _other_scaled(item: int) -> int:
 _CHANGES: list[tuple[Any, dict[str, Any], str, Any, str]] = [
     (_by_global, globals(), "_factor", 5, "the global '_factor' of tests"),
     (_by_global, globals(), "_scaled", _other_scaled, "the global '_scaled' of tests"),
-    (_by_settings, _settings, "by", 5, "the global '_settings' of tests"),
+    (_by_settings, _settings, "by", 5, r"the part \['by'\] of global '_settings' of tests"),
     (_by_object, vars(_held), "by", 5, "the attribute 'by' of global '_held' of tests"),
     (_has_settings, _has_settings.settings, "by", 5, r"dataset.settings\['by'\]"),
 ]
