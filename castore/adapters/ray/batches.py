@@ -73,7 +73,7 @@ def map_batches(
         fingerprint = key([fingerprint, operator_fingerprint([operator, call])])
     # Blocks come as they are: a block of pandas would lose some of its types on the way through Arrow.
     options |= {"batch_size": batch_size, "batch_format": None}
-    settings = Place.of(store), operator, own, fingerprint, batch_format, arguments
+    settings = Place.of(store), operator, is_class, own, fingerprint, batch_format, arguments
     if is_class:
         return dataset.map_batches(_KeptBatches, fn_constructor_args=settings, **options)
     kept = _KeptBatches(*settings)
@@ -97,7 +97,8 @@ class _KeptBatches:
 
     Args:
         place: of the node's store.
-        operator: the function; or what makes it, a partial of a class, when the first batch is not kept.
+        operator: the function; or what makes it, when the first batch is not kept.
+        makes: whether the operator makes the function.
         own: the operator's fingerprint where the work was begun. Ray sends functions of modules by their
             names, and a worker may have other files, or have imported them before they were edited.
         fingerprint: of the operator and its arguments.
@@ -109,12 +110,13 @@ class _KeptBatches:
         self,
         place: Place,
         operator: Callable[..., Any],
+        makes: bool,
         own: str,
         fingerprint: str,
         batch_format: str,
         arguments: tuple[Any, dict[str, Any]],
     ) -> None:
-        self._place, self._operator, self._own = place, operator, own
+        self._place, self._operator, self._makes, self._own = place, operator, makes, own
         self._fingerprint, self._batch_format, self._arguments = fingerprint, batch_format, arguments
         self._function: Callable[..., Any] | None = None
         self._is_other: bool | None = None  # than where the work was begun; None before the first look
@@ -147,8 +149,7 @@ class _KeptBatches:
 
     def _compute(self, batch: Any) -> pa.Table:
         if self._function is None:
-            is_class = isinstance(self._operator, partial) and isinstance(self._operator.func, type)
-            self._function = self._operator() if is_class else self._operator
+            self._function = self._operator() if self._makes else self._operator
         positional, named = self._arguments
         given = BlockAccessor.for_block(batch).to_batch_format(self._batch_format)
         result = self._function(given, *positional, **named)
@@ -167,11 +168,8 @@ class _KeptBatches:
         whole = batch.take(pa.array(range(len(batch)), pa.int64())).combine_chunks()
         if self._batch_format == "numpy":  # arrays have no metadata
             whole = whole.replace_schema_metadata(None)
-            with pa.ipc.new_stream(sink, whole.schema.remove_metadata()) as writer:
-                writer.write_table(whole)
-        else:
-            with pa.ipc.new_stream(sink, whole.schema) as writer:
-                writer.write_table(whole)
+        with pa.ipc.new_stream(sink, whole.schema) as writer:
+            writer.write_table(whole)
         return blake3(sink.getvalue()).hexdigest()
 
 
