@@ -1,8 +1,8 @@
 """Settings: values of which code reads single parts by name, as `args.max_length` or `CONFIG["max_length"]`.
 
-Only the parts that are read count then: another learning rate in the same `args` changes no key. That is sure
-where Python itself finds a part, without code of the user's: an attribute that lies in the object, in a slot
-or in the class, an element of a plain dict. All other values count as a whole.
+Only the parts that are read count then, so another learning rate in the same `args` changes no key. A part
+counts alone where Python itself finds it, without code of the user's: an attribute that lies in the object,
+in a slot or in the class, an element of a plain dict. All other values count as a whole.
 
 Must never: run a property, a descriptor or a `__getattr__`.
 """
