@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -18,8 +17,8 @@ from ray.data import Dataset
 from ray.data.block import BlockAccessor
 
 from castore.adapters.datasets import operator_fingerprint
-from castore.adapters.ray.nodes import Place
-from castore.errors import CacheWarning, InvalidValueError, UnhashableError, warn
+from castore.adapters.ray.nodes import Place, is_same_here
+from castore.errors import CacheWarning, InvalidValueError, warn
 from castore.keys.encoder import key
 from castore.store import Store
 
@@ -119,7 +118,7 @@ class _KeptBatches:
         self._place, self._operator, self._makes, self._own = place, operator, makes, own
         self._fingerprint, self._batch_format, self._arguments = fingerprint, batch_format, arguments
         self._function: Callable[..., Any] | None = None
-        self._is_other: bool | None = None  # than where the work was begun; None before the first look
+        self._has_warned = False
 
     def __call__(self, batch: Any) -> pa.Table:
         name = f"{BATCHES_FOLDER}/{key([self._fingerprint, self._batch_format, self._digest(batch)])}"
@@ -135,17 +134,16 @@ class _KeptBatches:
         Raises:
             _OtherCodeError: the function is another one here.
         """
-        if self._is_other is None:
-            self._is_other = _fingerprint_here(self._operator) != self._own
-            if self._is_other:
-                warn(
-                    f"{_name(self._operator)} is another function in this worker of Ray than where the work "
-                    "was begun, so its results are not kept; start Ray's workers anew, with the same files",
-                    CacheWarning,
-                )
-        if self._is_other:
-            raise _OtherCodeError
-        return self._compute(batch)
+        if is_same_here(self._operator, self._own):
+            return self._compute(batch)
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{_name(self._operator)} is another function in this worker of Ray than where the work was "
+                "begun, so its results are not kept; start Ray's workers anew, with the same files",
+                CacheWarning,
+            )
+        raise _OtherCodeError
 
     def _compute(self, batch: Any) -> pa.Table:
         if self._function is None:
@@ -180,12 +178,6 @@ def _arguments(*positional: Any, **named: Any) -> None:
 @cache
 def _open(place: Place) -> Store:
     return place.open()
-
-
-def _fingerprint_here(operator: Callable[..., Any]) -> str | None:
-    with suppress(UnhashableError):
-        return operator_fingerprint(operator)
-    return None
 
 
 def _name(operator: Any) -> str:

@@ -22,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from castore.adapters.datasets import Pipeline, PipelineResult, operator_fingerprint
-from castore.errors import InvalidValueError, RemoteMissingError, RemoteWarning, warn
+from castore.errors import InvalidValueError, RemoteMissingError, RemoteWarning, UnhashableError, warn
 from castore.remote.remotes import RemoteSettings
 from castore.store import Store
 
@@ -188,6 +188,22 @@ def run(pipeline: Pipeline, dataset: datasets.Dataset, *, address: str | None = 
     return pipeline.run(dataset)
 
 
+#: Whether operators, by their fingerprints, are the same in this process.
+_same: dict[str, bool] = {}
+
+
+def is_same_here(operator: Any, fingerprint: str) -> bool:
+    """Whether an operator is the one of a fingerprint, as this process had it first: what a call loads into a
+    global counts afterwards, and Ray's workers run one task after another.
+    """
+    if fingerprint not in _same:
+        try:
+            _same[fingerprint] = operator_fingerprint(operator) == fingerprint
+        except UnhashableError:
+            _same[fingerprint] = False
+    return _same[fingerprint]
+
+
 def _run_pipeline(
     operators: list[Any],
     fingerprints: list[str],
@@ -198,7 +214,7 @@ def _run_pipeline(
     for operator, expected in zip(operators, fingerprints, strict=True):
         # Ray sends functions of modules by name: results of another file would have keys that nobody asks
         # for.
-        if operator_fingerprint(operator) != expected:
+        if not is_same_here(operator, expected):
             raise InvalidValueError(
                 f"{operator!r} is another operator on the node {socket.gethostname()} than where the run was "
                 "begun; bring the same files to all nodes, and start Ray's workers anew"

@@ -277,6 +277,25 @@ def keeps_nothing_of_workers_with_other_code(nodes: Nodes, store: Store) -> None
     assert run_on_new_workers("restored") == [*range(0, 16, 2)]
 
 
+def keeps_batches_of_functions_that_load_what_they_use_late(nodes: Nodes, store: Store) -> None:
+    """A global that a worker's first batch has filled makes no other function of it."""
+    (nodes.folder / "modules" / "late.py").write_text(
+        "from tests.adapters.ray.cluster_job import note\n\nMODEL = None\n\ndef late(batch):\n"
+        "    global MODEL\n    if MODEL is None:\n        MODEL = 3\n"
+        "    note(int(batch['id'][0]))\n    return {'made': batch['id'] * MODEL}\n"
+    )
+    late = importlib.import_module("late").late
+    nodes.take_log()
+    bucket = FolderBucket(nodes.folder / "bucket")
+    before = len(list(bucket.listing("keys/")))
+    for expected in (8, 0):
+        kept = map_batches(ray.data.range(8, override_num_blocks=8), late, store, batch_size=1)
+        assert sorted(row["made"] for row in kept.take_all()) == [*range(0, 24, 3)]
+        assert len(nodes.take_log()) == expected
+        # Results are offered in the background; the next run may be on another node.
+        until(lambda: len(list(bucket.listing("keys/"))) == before + 8)
+
+
 def refuses_nodes_with_other_code(nodes: Nodes, store: Store) -> None:
     code = "def longer(row):\n    return {'length': len(row['text']) + 1}\n"
     (nodes.folder / "modules" / "operators.py").write_text(code)
@@ -329,6 +348,7 @@ def main(folder: Path) -> None:
                 keeps_batches_of_all_kinds_of_functions,
                 gives_what_ray_alone_gives,
                 keeps_nothing_of_workers_with_other_code,
+                keeps_batches_of_functions_that_load_what_they_use_late,
                 refuses_nodes_with_other_code,
                 runs_a_recipe_by_the_command_line,
             ):
