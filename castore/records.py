@@ -39,6 +39,15 @@ def entry_check(name: str, digest: bytes) -> int:
         return -1
 
 
+def has_expired(expires: float | None, now: float) -> bool:
+    """Whether an entry is a miss for its lifetime, though gc may not have removed it yet.
+
+    >>> has_expired(None, 5.0), has_expired(5.0, 5.0), has_expired(6.0, 5.0)
+    (False, True, False)
+    """
+    return expires is not None and expires <= now
+
+
 def is_received(pack: int) -> bool:
     """Whether a pack has bytes that a pull has brought, by its id: even. Packs of puts have odd ones."""
     return pack > 0 and pack % 2 == 0

@@ -39,7 +39,18 @@ from castore.read.open_blob import OpenBlob
 from castore.read.origin import BlobAccess, Origin
 from castore.read.source import ATTEMPTS
 from castore.read.tree_reader import TreeReader
-from castore.records import AWAY, LOST, Blob, Buffer, Entry, Found, Mount, Totals, parse_digest
+from castore.records import (
+    AWAY,
+    LOST,
+    Blob,
+    Buffer,
+    Entry,
+    Found,
+    Mount,
+    Totals,
+    has_expired,
+    parse_digest,
+)
 from castore.settings import store_folder
 from castore.system.ballast import Ballast, is_short
 from castore.system.local_files import explain_gone
@@ -75,10 +86,6 @@ _HEX = re.compile(r"[0-9a-f]{0,64}").fullmatch
 _BATCH = 2000
 #: The same where the disk has no room for a long log.
 _SMALL_BATCH = 50
-
-
-def _is_over(found: Found) -> bool:
-    return found.expires is not None and found.expires <= time.time()
 
 
 def _require(record: object, kind: type[Blob] | type[Entry], of: str) -> None:
@@ -598,18 +605,18 @@ class Store:
 
     def _blob(self, name: str) -> Blob:
         found = self.index.find(check_name(name))
-        if found is None or _is_over(found):
+        if found is None or has_expired(found.expires, time.time()):
             raise self._not_found(name)
         return found.blob
 
     def _not_found(self, name: str) -> NotFoundError:
         found = self.index.find(name)
-        if found is not None and found.blob.pack == AWAY and not _is_over(found):
+        if found is not None and found.blob.pack == AWAY and not has_expired(found.expires, time.time()):
             return NotFoundError(
                 f"the bytes of {name!r} are only in a remote, which has lost or damaged them;"
                 " `castore remote check --deep` tells more, and `castore pull --lazy` takes new places"
             )
-        if found is not None and found.blob.pack == LOST and not _is_over(found):
+        if found is not None and found.blob.pack == LOST and not has_expired(found.expires, time.time()):
             return NotFoundError(
                 f"the bytes of {name!r} in {self.path} were found damaged or missing; put them again, or"
                 " delete the name"
@@ -864,9 +871,7 @@ class Store:
             InvalidNameError: nothing can have that name.
         """
         entry = self.index.entry(check_name(name))
-        if entry is None or expired or entry.expires is None or entry.expires > time.time():
-            return entry
-        return None
+        return None if entry is None or (not expired and has_expired(entry.expires, time.time())) else entry
 
     def entries(self, prefix: str = "", *, damaged: bool = True, expired: bool = False) -> Iterator[Entry]:
         """Entries at or below a prefix, in the order of names.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 from castore.adapters.noted_values import State, function_parts
+from castore.keys import configs
 from castore.keys.bytecode import Parts, codes, names_written, outer_reads, parts_assigned, parts_read
 from castore.keys.libraries import library_of, library_of_class
 from castore.keys.looked_up import names_in_texts, texts_of
@@ -61,7 +62,8 @@ def _state_of(value: Any, parts: frozenset[Parts] | None) -> State:
     settings = parts_of(value, parts, frozenset())
     if settings is None:
         return State.of(value, _MOST)
-    states = [State.of(item, _MOST) for _, item in settings]
+    leaves = (leaf for _, item in settings for _, leaf in configs.leaves(item) or [("", item)])
+    states = [State.of(leaf, _MOST) for leaf in leaves]
     return State(
         [item for one in states for item in one.values], [mark for one in states for mark in one.marks]
     )

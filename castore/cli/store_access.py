@@ -7,7 +7,6 @@ folder.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,7 @@ def find_entry(store: Store, name: str) -> Entry | None:
         if find_entry(store, check_prefix(folder)) is not None:
             raise NotFoundError(f"{folder!r} is a file; leave out the '/' at its end")
         raise not_found(store, folder, hint=list_hint(folder))
-    entry = store.entry(name, expired=True)
-    return None if entry is None or (entry.expires is not None and entry.expires <= time.time()) else entry
+    return store.entry(name)
 
 
 def find_blob(store: Store, name: str, *, hint: str | None = None) -> Blob:

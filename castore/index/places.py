@@ -48,20 +48,16 @@ _NOTE_FETCHED = ManyRows(
     "UPDATE places SET fetched = column2 FROM (VALUES ", "(?, ?)", ") WHERE digest = column1"
 )
 _UNUSED_ORIGINS = "DELETE FROM origins WHERE NOT EXISTS (SELECT 1 FROM places WHERE origin = origins.id)"
+# All places, in the order of their digests, which is that of the blobs. SQLite would read all blobs and look
+# for the place of each, and with CROSS JOIN alone it would take the places object by object.
+_ALL = "FROM places p CROSS JOIN blobs b ON b.digest = p.digest"
+_ALL_AWAY = f"p.digest >= x'' AND b.pack = {AWAY}"
 _COUNT_AWAY = (
-    "SELECT count(*), coalesce(sum(b.size), 0), coalesce(sum(p.stored), 0)"
-    " FROM places p JOIN blobs b ON b.digest = p.digest"
-    f" WHERE b.pack = {AWAY}"
+    f"SELECT count(*), coalesce(sum(b.size), 0), coalesce(sum(p.stored), 0) {_ALL} WHERE {_ALL_AWAY}"
 )
-_IN_REMOTE = (
-    f"SELECT 1 FROM blobs b JOIN places p ON p.digest = b.digest JOIN origins o ON o.id = p.origin"
-    f" WHERE b.pack = {AWAY} AND b.refs > 0 AND o.remote = ? LIMIT 1"
-)
-
-_NAMELESS = (
-    "SELECT b.digest FROM blobs b JOIN places p ON p.digest = b.digest JOIN origins o ON o.id = p.origin"
-    f" WHERE b.pack = {AWAY} AND b.refs = 0 AND o.remote = ?"
-)
+_OF_REMOTE = f"{_ALL} JOIN origins o ON o.id = p.origin WHERE {_ALL_AWAY} AND o.remote = ?"
+_IN_REMOTE = f"SELECT 1 {_OF_REMOTE} AND b.refs > 0 LIMIT 1"
+_NAMELESS = f"SELECT b.digest {_OF_REMOTE} AND b.refs = 0"
 _NAMES = (
     "SELECT name, accessed FROM entries WHERE name IN (SELECT value FROM json_each(?)) AND digest = ?"
     " AND pinned = 0"

@@ -32,7 +32,7 @@ import typing
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from castore.keys import beside_code
+from castore.keys import beside_code, configs
 from castore.keys.bytecode import (
     BODY_NOISE,
     Import,
@@ -277,12 +277,20 @@ def _outer(encoder: Encoder, value: Any, parts: Set[Parts] | None, names: Set[st
         if (root, inner) in encoder.known_parts:
             code = encoder.tagged("known", root, inner)
         else:
-            code = encoder.part(item, step + inner)
+            code = _part(encoder, item, step + inner)
             encoder.known_parts.add((root, inner))
         counted.append((inner, item, code))
     if encoder.watch is not None:
         encoder.watch.settings(value, step, counted)
     return encoder.tagged("settings", root, *((inner, code) for inner, _, code in counted))
+
+
+def _part(encoder: Encoder, item: Any, step: str) -> bytes:
+    leaves = None if id(item) in encoder.met else configs.leaves(item)
+    if leaves is None:
+        return encoder.part(item, step)
+    codes_of = ((path, encoder.part(leaf, step + path)) for path, leaf in leaves)
+    return encoder.tagged("config", _root(encoder, item), *codes_of)
 
 
 def _root(encoder: Encoder, value: Any) -> int:

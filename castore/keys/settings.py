@@ -2,7 +2,8 @@
 
 Only the parts that are read count then, so another learning rate in the same `args` changes no key. A part
 counts alone where Python itself finds it, without code of the user's: an attribute that lies in the object,
-in a slot or in the class, an element of a plain dict. All other values count as a whole.
+in a slot or in the class, an element of a plain dict. So does a value in OmegaConf's configs that depends on
+nothing else. All other values count as a whole.
 
 Must never: run a property, a descriptor or a `__getattr__`.
 """
@@ -16,14 +17,19 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any
 
+from castore.keys import configs
 from castore.keys.bytecode import Part, Parts, codes, outer_reads, own_assigned
 from castore.keys.classes import registered
 from castore.keys.libraries import library_of_class
 from castore.keys.looked_up import takes_queries
 
-_MISSING = object()
+_MISSING = configs.MISSING
 # Types that find attributes in the usual way, and are pickled by these.
-_AS_PYTHON_DOES = (object, types.SimpleNamespace)
+_AS_PYTHON_DOES = (object, tuple, types.SimpleNamespace)
+# Modules of classes whose objects are pickled by their fields, and of functions that libraries put into the
+# user's classes for that: attrs with slots, and named tuples.
+_OF_FIELDS = {"pydantic.main", "pydantic_settings.main", "msgspec", "msgspec._core"}
+_GENERATED_IN = {"attr._make", "collections"}
 # Members of a class that find its objects' attributes in another way, or say what of its objects counts.
 _OWN_WAYS = {
     "__getattribute__", "__castore_key__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
@@ -31,6 +37,7 @@ _OWN_WAYS = {
 }  # fmt: skip
 # Methods that make an object or a class.
 _MAKING = {"__init__", "__new__", "__post_init__", "__init_subclass__"}
+_NamedField = type(Part.name)
 #: Builtins by which code reads or writes any part of any variable, by its text.
 BY_TEXT = {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr", "__import__"}
 # Attributes by which it does.
@@ -89,6 +96,8 @@ def names_in(parts: Set[Parts]) -> Iterator[str]:
 
 
 def _element(value: Any, key: str) -> Any:
+    if configs.is_config(value):
+        return configs.element(value, key)
     return dict.get(value, key, _MISSING) if type(value) is dict else _MISSING
 
 
@@ -98,12 +107,14 @@ def _attribute(value: Any, name: str) -> Any:
     cls = type(value)
     if cls is type:
         return _of_class(value, name)
+    if configs.is_config(value):
+        return configs.attribute(value, name)
     if not _is_plain(cls):
         return _MISSING
     member = _member(cls, name)
     if name in _assigned_by_methods(cls):
         return _MISSING
-    if isinstance(member, types.MemberDescriptorType):  # of ``__slots__``
+    if isinstance(member, types.MemberDescriptorType | _NamedField):  # of ``__slots__``, of a named tuple
         try:
             return member.__get__(value)
         except AttributeError:
@@ -126,6 +137,7 @@ def _assigned_by_methods(cls: type) -> set[str]:
     members = (
         getattr(member, "__func__", member)
         for base in cls.__mro__
+        if base.__module__ not in _OF_FIELDS
         for name, member in vars(base).items()
         if name not in _MAKING
     )
@@ -148,9 +160,18 @@ def _is_plain(cls: type) -> bool:
     """
     if cls not in (types.SimpleNamespace, argparse.Namespace) and library_of_class(cls) is not None:
         return False
-    bases = [base for base in cls.__mro__ if all(base is not usual for usual in _AS_PYTHON_DOES)]
+    bases = [
+        base
+        for base in cls.__mro__
+        if base.__module__ not in _OF_FIELDS and all(base is not usual for usual in _AS_PYTHON_DOES)
+    ]
     return cls not in copyreg.dispatch_table and not any(
-        not _OWN_WAYS.isdisjoint(vars(base))
+        _has_own_ways(base)
         or type(vars(base).get("__dict__")) not in (types.GetSetDescriptorType, type(None))
         for base in bases
     )
+
+
+def _has_own_ways(base: type) -> bool:
+    ways = (vars(base)[name] for name in _OWN_WAYS & vars(base).keys())
+    return any(getattr(way, "__module__", None) not in _GENERATED_IN for way in ways)

@@ -26,6 +26,7 @@ from castore.errors import (
     RemoteMissingError,
     RemoteUnreachableError,
 )
+from castore.records import has_expired
 from castore.remote import commits, marker
 from castore.remote.bucket import Bucket, Listed
 from castore.remote.collection_state import (
@@ -185,7 +186,7 @@ class _Run:
             is_old = self._unused is not None and listed.modified <= now - self._unused
             if record is None or is_old:
                 continue
-            if record.row.expires is None or record.row.expires > now:
+            if not has_expired(record.row.expires, now):
                 yield listed.key
                 if record.object_key is not None:
                     yield record.object_key

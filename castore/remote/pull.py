@@ -29,7 +29,7 @@ from castore.index.places import RemotePlace
 from castore.index.transaction import Write
 from castore.names import FilesAbove, check_name
 from castore.parts import Parts
-from castore.records import AWAY, LOOSE, Blob, EntrySpec
+from castore.records import AWAY, LOOSE, Blob, EntrySpec, has_expired
 from castore.remote import commits, marker
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
@@ -302,7 +302,7 @@ def _new_rows(
 ) -> Iterator[tuple[str, Row]]:
     """The rows for a store that has nothing at that place, with the names that they get."""
     for row in tree.rows(prefix):
-        if row.expires is None or row.expires > now:
+        if not has_expired(row.expires, now):
             refuse_pickle(row, bucket)
             plan.added += 1
             yield (check_name(f"{below}/{row.name}") if below else row.name), row
@@ -323,7 +323,7 @@ def _changed_rows(
     conflicts: list[str] = []
     for compared in sides:
         name, entry, row, _ = compared
-        lives = row is not None and (row.expires is None or row.expires > now)
+        lives = row is not None and not has_expired(row.expires, now)
         if (lives or entry is not None) and (file := above.find(name)) is not None:
             nested.append((file, name))
         if row is not None and not lives:
@@ -385,7 +385,7 @@ def _make_way(
     own: list[str] = []
     for name in dict.fromkeys(name for pair in nested for name in pair):
         entry, row = parts.index.entry(name), tree.find(name[skip:])
-        if entry is None or (row is not None and (row.expires is None or row.expires > time.time())):
+        if entry is None or (row is not None and not has_expired(row.expires, time.time())):
             continue
         before = None if base is None else base.find(name[skip:])
         is_older = replaces is not None and entry.created < replaces

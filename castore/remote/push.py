@@ -30,7 +30,7 @@ from castore.errors import (
 )
 from castore.names import FilesAbove
 from castore.parts import Parts
-from castore.records import Blob, Entry
+from castore.records import Blob, Entry, has_expired
 from castore.remote import commits
 from castore.remote.base import Base
 from castore.remote.bucket import Bucket
@@ -341,7 +341,7 @@ def _require_no_file_above(
 
 
 def _lives(row: Row | None) -> bool:
-    return row is not None and (row.expires is None or row.expires > time.time())
+    return row is not None and not has_expired(row.expires, time.time())
 
 
 def _plan_repair(parts: Parts, head: Tree | None, bad: Set[bytes]) -> _Plan:

@@ -31,7 +31,7 @@ from castore.errors import (
 from castore.names import below
 from castore.parts import Parts
 from castore.read.file_tree import HeldBlob
-from castore.records import Blob, FileRow, entry_check
+from castore.records import Blob, FileRow, entry_check, has_expired
 from castore.remote.background_work import BackgroundWork
 from castore.remote.fetcher_client import FetcherClient
 from castore.remote.kept_bytes import WHOLE_LIMIT, blob_name, bytes_here
@@ -175,13 +175,13 @@ class RemoteTree:
     def file(self, name: str, now: float) -> FileRow | None:
         """See `FileTree`."""
         row = self._trees[0].find(name)
-        return None if row is None or _has_expired(row, now) else _file_row(row)
+        return None if row is None or has_expired(row.expires, now) else _file_row(row)
 
     def files(self, low: str, high: str | None, now: float, limit: int) -> list[FileRow]:
         """See `FileTree`."""
         found: list[FileRow] = []
         for row in takewhile(lambda row: high is None or row.name < high, self._trees[0].rows_from(low)):
-            if not _has_expired(row, now):
+            if not has_expired(row.expires, now):
                 found.append(_file_row(row))
                 if len(found) == limit:
                     break
@@ -446,10 +446,6 @@ def _new_rows(older: Tree, newer: Tree, prefix: str) -> Iterator[Row]:
 
 def _file_row(row: Row) -> FileRow:
     return row.name, row.digest, row.size, row.created, row.expires, entry_check(row.name, row.digest)
-
-
-def _has_expired(row: Row, now: float) -> bool:
-    return row.expires is not None and row.expires <= now
 
 
 def _measure(page: Page) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from castore.errors import CorruptError, RemoteError, RemoteMissingError, TooLargeError
 from castore.gc.collect import remove_blobs
 from castore.parts import Parts
-from castore.records import Entry, EntrySpec
+from castore.records import Entry, EntrySpec, has_expired
 from castore.remote.bucket import Bucket, Versioned
 from castore.remote.collection_state import Guard
 from castore.remote.fetch import BlobFetcher, refuse_pickle
@@ -107,7 +107,7 @@ class ResultSharing:
             log.info("a shared result is passed over: %s", error)
             return Answer(False, None, token)
         row = _with_lifetime(row, lifetime)
-        if row.expires is not None and row.expires <= time.time():
+        if has_expired(row.expires, time.time()):
             return Answer(False, None, token)
         if self._renews and there.modified < time.time() - RENEW_SECONDS:
             self._pool.submit(self._renew, key, there)

@@ -14,9 +14,13 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
+import msgspec
+import pydantic
 import pytest
+from omegaconf import OmegaConf
 
 from castore.keys.bytecode import Part
 from castore.keys.encoder import Encoder, Watch
@@ -51,6 +55,25 @@ class InClass(types.SimpleNamespace):
     c = 7
 
 
+@attrs.define
+class OfAttrs:
+    a: int = 3
+    b: int = 5
+    c: int = 7
+
+
+class OfPydantic(pydantic.BaseModel):
+    a: int = 3
+    b: int = 5
+    c: int = 7
+
+
+class OfMsgspec(msgspec.Struct):
+    a: int = 3
+    b: int = 5
+    c: int = 7
+
+
 def class_of_settings() -> Any:
     return type("CFG", (), {**START, "__module__": __name__})
 
@@ -64,6 +87,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "in the class": lambda: InClass(a=3),
     "class": class_of_settings,
     "dict": lambda: dict(START),
+    "config": lambda: OmegaConf.create(START),
+    "attrs": OfAttrs,
+    "pydantic": lambda: OfPydantic(**START),
+    "msgspec": OfMsgspec,
 }
 
 #: Code that reads settings by their names alone, and the names.
@@ -274,6 +301,44 @@ def test_what_python_alone_does_not_find_counts_as_a_whole(
     before = function_fingerprint(function)
     change(settings)
     assert function_fingerprint(function) != before
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+    @property
+    def total(self) -> int:
+        return self.a + self.b
+
+
+def test_a_field_of_a_named_tuple_counts_alone() -> None:
+    def key(body: str, settings: Pair) -> str:
+        return function_fingerprint(made(body, settings, "global"))
+
+    assert key("return cfg.a", Pair(1, 2)) == key("return cfg.a", Pair(1, 3))
+    assert key("return cfg.a", Pair(1, 2)) != key("return cfg.a", Pair(2, 2))
+    assert key("return cfg.total", Pair(1, 2)) != key("return cfg.total", Pair(1, 3))
+    assert key("return cfg[0]", Pair(1, 2)) != key("return cfg[0]", Pair(1, 3))
+
+
+class Computed(pydantic.BaseModel, extra="allow"):
+    a: int = 1
+    _hidden: int = pydantic.PrivateAttr(default=2)
+
+    @pydantic.computed_field  # type: ignore[prop-decorator]
+    @property
+    def double(self) -> int:
+        return 2 * self.a
+
+
+@pytest.mark.parametrize("read", ["double", "_hidden", "extra"])
+def test_what_a_model_computes_counts_as_a_whole(read: str) -> None:
+    keys = {
+        function_fingerprint(made(f"return cfg.{read}", Computed(a=a, extra=extra), "global"))
+        for a, extra in ((1, 2), (2, 2), (1, 3))
+    }
+    assert len(keys) == 3
 
 
 def test_a_setting_counts_by_all_that_lies_in_it() -> None:

@@ -33,7 +33,7 @@ from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, fingerprint_of_key
 from castore.adapters.mapped_check import note_new
 from castore.errors import CacheWarning, FullError, NotFoundError, TooLargeError, warn
-from castore.records import LOST, Entry, Found
+from castore.records import LOST, Entry, Found, has_expired
 from castore.store import Store
 from castore.write.batch import Batch
 
@@ -254,11 +254,7 @@ def pieces_of(store: Store, found: Units) -> list[Piece]:
 
 
 def _is_there(found: Found | None) -> bool:
-    return (
-        found is not None
-        and found.blob.pack != LOST
-        and (found.expires is None or found.expires > time.time())
-    )
+    return found is not None and found.blob.pack != LOST and not has_expired(found.expires, time.time())
 
 
 def _read_unit(
