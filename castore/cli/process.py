@@ -137,6 +137,7 @@ def process(
     castore process --config recipe.yaml
     castore process --config recipe.yaml --cache_compress zstd --use_cache false
     """
+    os.stat(config)  # a wrong path is told at once: the imports below take seconds
     from castore import recipes
 
     if explain and estimate:

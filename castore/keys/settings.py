@@ -37,7 +37,7 @@ _OWN_WAYS = {
 }  # fmt: skip
 # Methods that make an object or a class.
 _MAKING = {"__init__", "__new__", "__post_init__", "__init_subclass__"}
-_NamedField = type(Part.name)
+_NamedField: Any = type(Part.name)
 #: Builtins by which code reads or writes any part of any variable, by its text.
 BY_TEXT = {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr", "__import__"}
 # Attributes by which it does.
@@ -114,7 +114,7 @@ def _attribute(value: Any, name: str) -> Any:
     member = _member(cls, name)
     if name in _assigned_by_methods(cls):
         return _MISSING
-    if isinstance(member, types.MemberDescriptorType | _NamedField):  # of ``__slots__``, of a named tuple
+    if isinstance(member, (types.MemberDescriptorType, _NamedField)):  # of ``__slots__``, of a named tuple
         try:
             return member.__get__(value)
         except AttributeError:

@@ -6,8 +6,9 @@ How code may read settings is tested in `test_settings.py`, with configs among t
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -121,7 +122,9 @@ def test_a_part_that_code_does_not_read_does_not_look_changed() -> None:
     def read(x: int) -> int:
         return largest(GLOBAL.data)
 
-    [binding] = [one for one in bindings_of([read], frozenset()) if one.name == "GLOBAL"]
+    [binding] = [
+        one for one in bindings_of([cast(types.FunctionType, read)], frozenset()) if one.name == "GLOBAL"
+    ]
     GLOBAL.train.lr = 0.3
     assert not binding.is_old()
     GLOBAL.data.inner.depth = 7

@@ -335,7 +335,9 @@ class Computed(pydantic.BaseModel, extra="allow"):
 @pytest.mark.parametrize("read", ["double", "_hidden", "extra"])
 def test_what_a_model_computes_counts_as_a_whole(read: str) -> None:
     keys = {
-        function_fingerprint(made(f"return cfg.{read}", Computed(a=a, extra=extra), "global"))
+        function_fingerprint(
+            made(f"return cfg.{read}", Computed.model_validate({"a": a, "extra": extra}), "global")
+        )
         for a, extra in ((1, 2), (2, 2), (1, 3))
     }
     assert len(keys) == 3

@@ -284,12 +284,9 @@ def _epochs(bench: Bench) -> Row:
     config = CacheConfig(cache_type=CacheType.DISK, batch_size=64, save_dir=bench.work / "epochs")
     plain, cached = _loader(tokens), _Model()
     kept, _ = cache_embeddings(cached, plain, config=config)
-    found = {
-        int(key): row
-        for keys, _ in kept
-        for key, row in zip(keys.column(0), cached.encoder(keys), strict=True)
-    }
-    by_seed = _Model(_BySeed(torch.stack([found[key] for key in range(count)])))
+    with torch.no_grad():
+        vectors = torch.cat([model.encoder(batch) for batch in torch.split(tokens, 64)])
+    by_seed = _Model(_BySeed(vectors))
     seeds = _loader(torch.arange(count))
 
     def epoch(model: _Model, loader: DataLoader[Any]) -> None:
