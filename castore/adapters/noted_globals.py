@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 from castore.adapters.noted_values import State, function_parts
-from castore.keys import configs
-from castore.keys.bytecode import Parts, codes, names_written, outer_reads, parts_assigned, parts_read
+from castore.keys.bytecode import Parts, codes, globals_written, outer_reads, parts_assigned, parts_read
 from castore.keys.libraries import library_of, library_of_class
 from castore.keys.looked_up import names_in_texts, texts_of
 from castore.keys.settings import finds_by_text, names_in, parts_of, reads_parts_unseen
@@ -59,11 +58,10 @@ class Binding(NamedTuple):
 
 
 def _state_of(value: Any, parts: frozenset[Parts] | None) -> State:
-    settings = parts_of(value, parts, frozenset())
+    settings = parts_of(value, parts, frozenset(), [])
     if settings is None:
         return State.of(value, _MOST)
-    leaves = (leaf for _, item in settings for _, leaf in configs.leaves(item) or [("", item)])
-    states = [State.of(leaf, _MOST) for leaf in leaves]
+    states = [State.of(item, _MOST) for _, item in settings]
     return State(
         [item for one in states for item in one.values], [mark for one in states for mark in one.marks]
     )
@@ -106,7 +104,7 @@ def reached_bindings(functions: Iterable[types.FunctionType]) -> list[Binding]:
     written = {
         (module_of(function.__globals__.get("__name__")), label_of(name))
         for function in known.values()
-        for name in names_written(function.__code__)
+        for name in globals_written(function.__code__)
     }
     return bindings_of(known.values(), written)
 

@@ -325,21 +325,36 @@ def names_written(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_changed(code: types.CodeType) -> frozenset[str]:
-    """Names of the variables that code changes elements of; attributes begin with a dot."""
+def globals_written(code: types.CodeType) -> frozenset[str]:
+    """Names of the globals that code assigns or changes elements of."""
     found: set[str] = set()
     for inner in codes(code):
-        rows = list(single(inner))
-        for at, row in enumerate(rows):
-            if row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
-                continue  # the end of `values[key] += …`, which was counted at its beginning
-            if row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at, 2):
-                found |= _name_at(rows, _before(rows, at))
-            elif row.opname == "STORE_SLICE" or _is_in_place(rows, at, 3):  # since Python 3.12
-                found |= _name_at(rows, _before(rows, _before(rows, at)))
-            elif row.opname in _LOADS_ATTRIBUTE and _writes(row.argval):
-                found |= _name_at(rows, at)
+        local = {*inner.co_varnames, *inner.co_cellvars, *inner.co_freevars}
+        found |= {name for name in _changed_by(inner) if not name.startswith(".")} - local
+        found |= {row.argval for row in single(inner) if row.opname == "STORE_GLOBAL"}
     return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_changed(code: types.CodeType) -> frozenset[str]:
+    """Names of the variables that code changes elements of; attributes begin with a dot."""
+    return frozenset(name for inner in codes(code) for name in _changed_by(inner))
+
+
+def _changed_by(code: types.CodeType) -> set[str]:
+    """As `names_changed`, without the code inside."""
+    found: set[str] = set()
+    rows = list(single(code))
+    for at, row in enumerate(rows):
+        if row.opname in ("STORE_SUBSCR", "STORE_SLICE") and rows[at - 1].opname in _TURNS:
+            continue  # the end of `values[key] += …`, which was counted at its beginning
+        if row.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or _is_in_place(rows, at, 2):
+            found |= _name_at(rows, _before(rows, at))
+        elif row.opname == "STORE_SLICE" or _is_in_place(rows, at, 3):  # since Python 3.12
+            found |= _name_at(rows, _before(rows, _before(rows, at)))
+        elif row.opname in _LOADS_ATTRIBUTE and _writes(row.argval):
+            found |= _name_at(rows, at)
+    return found
 
 
 def _writes(method: str) -> bool:

@@ -193,6 +193,7 @@ class Encoder:
         self.rules = rules
         self.open: dict[int, bool] = {}
         self.met = _NONE_MET
+        self.roots = _NONE_MET
         self._asks_first = False
         if rules.orders is not None:
             self._begin_following(rules, watch, found)
@@ -262,9 +263,10 @@ class Encoder:
         self.open[number] = True
         try:
             encode_container = _CONTAINERS.get(type(value))
-            return self._by_rules(value) if encode_container is None else encode_container(self, value)
+            code = self._by_rules(value) if encode_container is None else encode_container(self, value)
         finally:
             del self.open[number]
+        return self.tagged("root", self.roots[number][0], code) if number in self.roots else code
 
     def _by_rules(self, value: Any) -> bytes:
         around = self.ordered
@@ -302,6 +304,13 @@ class Encoder:
         self.met[id(value)] = (("parameter", self.parameters), value)
         self.parameters += 1
 
+    def root(self, value: object) -> int:
+        """The number of a value of which only parts are encoded. It stands beside the value's bytes wherever
+        the value is encoded as a whole.
+        """
+        number: int = self.roots.setdefault(id(value), (len(self.roots), value))[0]
+        return number
+
     def beside(self) -> Encoder:
         """An encoder for an element of a set: the same context, own numbers since a set's order is random."""
         if self.rules.orders is None:
@@ -312,7 +321,7 @@ class Encoder:
 
     def _begin_numbering(self) -> None:
         self.met = {}
-        self.roots: dict[int, tuple[int, Any]] = {}
+        self.roots = {}
         self.known_parts: set[tuple[int, str]] = set()
         self.parameters = 0
         self.unordered: set[int] = set()

@@ -32,7 +32,7 @@ import typing
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from castore.keys import beside_code, configs
+from castore.keys import beside_code
 from castore.keys.bytecode import (
     BODY_NOISE,
     Import,
@@ -266,35 +266,23 @@ def _outer(encoder: Encoder, value: Any, parts: Set[Parts] | None, names: Set[st
     Settings that are one object have one number, since code may write through one name and read through
     another. A part counts by its content where it is met first.
     """
-    is_met = id(value) in encoder.met
-    settings = None if is_met else parts_of(value, parts, encoder.found.whole)
-    if settings is None:
-        code = _reference(encoder, value, names, step)
-        return code if id(value) not in encoder.roots else encoder.tagged("root", _root(encoder, value), code)
+    around: list[Any] = []
+    settings = parts_of(value, parts, encoder.found.whole, around)
+    if settings is None or any(id(one) in encoder.met for one in around):
+        return _reference(encoder, value, names, step)
     encoder.found.alone |= {*names_in(parts or frozenset())}
-    root, counted = _root(encoder, value), []
+    root, *inside = [encoder.root(one) for one in around]
+    counted = []
     for inner, item in settings:
         if (root, inner) in encoder.known_parts:
             code = encoder.tagged("known", root, inner)
         else:
-            code = _part(encoder, item, step + inner)
+            code = encoder.part(item, step + inner)
             encoder.known_parts.add((root, inner))
         counted.append((inner, item, code))
     if encoder.watch is not None:
         encoder.watch.settings(value, step, counted)
-    return encoder.tagged("settings", root, *((inner, code) for inner, _, code in counted))
-
-
-def _part(encoder: Encoder, item: Any, step: str) -> bytes:
-    leaves = None if id(item) in encoder.met else configs.leaves(item)
-    if leaves is None:
-        return encoder.part(item, step)
-    codes_of = ((path, encoder.part(leaf, step + path)) for path, leaf in leaves)
-    return encoder.tagged("config", _root(encoder, item), *codes_of)
-
-
-def _root(encoder: Encoder, value: Any) -> int:
-    return encoder.roots.setdefault(id(value), (len(encoder.roots), value))[0]
+    return encoder.tagged("settings", root, *inside, *((inner, code) for inner, _, code in counted))
 
 
 def _reference(encoder: Encoder, value: Any, names: Set[str], step: str) -> bytes:

@@ -97,6 +97,8 @@ def lasting(encoder: Encoder, value: Any, state: Any) -> Any:
         return state if type(attributes) is not dict else (lasting(encoder, value, attributes), slots)
     if type(state) is not dict:
         return state
+    if "__pydantic_fields_set__" in state and type(state.get("__dict__")) is dict:
+        return {**state, "__dict__": lasting(encoder, value, state["__dict__"])}
     noise, of_module = _noise_of(type(value))
     if of_module and EVAL in encoder.marks:
         noise = noise | {"training"}

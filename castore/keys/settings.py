@@ -27,13 +27,13 @@ _MISSING = configs.MISSING
 # Types that find attributes in the usual way, and are pickled by these.
 _AS_PYTHON_DOES = (object, tuple, types.SimpleNamespace)
 # Modules of classes whose objects are pickled by their fields, and of functions that libraries put into the
-# user's classes for that: attrs with slots, and named tuples.
+# user's classes for that: attrs and dataclasses with slots, and named tuples.
 _OF_FIELDS = {"pydantic.main", "pydantic_settings.main", "msgspec", "msgspec._core"}
-_GENERATED_IN = {"attr._make", "collections"}
+_GENERATED_IN = {"attr._make", "collections", "dataclasses"}
 # Members of a class that find its objects' attributes in another way, or say what of its objects counts.
 _OWN_WAYS = {
-    "__getattribute__", "__castore_key__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__",
-    "__getnewargs_ex__",
+    "__getattribute__", "__getattr__", "__castore_key__", "__getstate__", "__reduce__", "__reduce_ex__",
+    "__getnewargs__", "__getnewargs_ex__",
 }  # fmt: skip
 # Methods that make an object or a class.
 _MAKING = {"__init__", "__new__", "__post_init__", "__init_subclass__"}
@@ -62,13 +62,16 @@ def reads_parts_unseen(code: types.CodeType) -> bool:
     return finds_by_text(code) or takes_queries(code)
 
 
-def parts_of(value: Any, parts: Set[Parts] | None, whole: Set[str]) -> list[tuple[str, Any]] | None:
+def parts_of(
+    value: Any, parts: Set[Parts] | None, whole: Set[str], around: list[Any]
+) -> list[tuple[str, Any]] | None:
     """The parts of a value that count for code that reads these, each with its steps in paths.
 
     Args:
         value: the value of a global, or of a variable that a function closes over.
         parts: the parts that the code reads of it, None for all (`castore.keys.bytecode.parts_read`).
         whole: names of parts that other code assigns: an object that has one counts as a whole.
+        around: the values of which only parts count are added to it, `value` first.
 
     Returns:
         None if the value counts as a whole.
@@ -79,14 +82,18 @@ def parts_of(value: Any, parts: Set[Parts] | None, whole: Set[str]) -> list[tupl
     for first, *rest in parts:
         behind.setdefault(first, set()).add(tuple(rest))
     found: list[tuple[str, Any]] = []
+    inside: list[Any] = []
     for part, inner in sorted(behind.items()):
         name, is_item = part
         item = _MISSING if name in whole else _element(value, name) if is_item else _attribute(value, name)
         if item is _MISSING:
             return None
         step = f"[{name!r}]" if is_item else f".{name}"
-        within = parts_of(item, inner, whole)
+        within = parts_of(item, inner, whole, inside)
+        if within is None and (configs.is_config(item) or configs.is_list(item)):
+            return None
         found += [(step, item)] if within is None else [(step + more, one) for more, one in within]
+    around += [value, *inside]
     return found
 
 
@@ -173,5 +180,7 @@ def _is_plain(cls: type) -> bool:
 
 
 def _has_own_ways(base: type) -> bool:
-    ways = (vars(base)[name] for name in _OWN_WAYS & vars(base).keys())
-    return any(getattr(way, "__module__", None) not in _GENERATED_IN for way in ways)
+    ways = ((name, vars(base)[name]) for name in _OWN_WAYS & vars(base).keys())
+    return any(
+        name == "__getattr__" or getattr(way, "__module__", None) not in _GENERATED_IN for name, way in ways
+    )

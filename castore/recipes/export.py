@@ -7,9 +7,11 @@ left out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -33,6 +35,8 @@ _BATCH_ROWS = 1000
 # Rows that hold the bytes of images or sounds, of megabytes each.
 _ROWS_WITH_FILES = 100
 _DATASET_FILES = ("state.json", "dataset_dict.json")
+# All files that `save_to_disk` makes in a folder.
+_SAVED = re.compile(r"data-\d+-of-\d+\.arrow|state\.json|dataset_info\.json|dataset_dict\.json").fullmatch
 
 
 def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
@@ -60,10 +64,8 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} is a folder; remove it, or choose another name"
         )
-    if not place.suffix and place.exists() and not _is_replaceable(place):
-        raise InvalidValueError(
-            f"export_path {os.fspath(path)!r} exists and is not a folder of save_to_disk; choose another name"
-        )
+    if not place.suffix and place.exists():
+        _check_replaceable(place, path)
 
 
 def check_apart(path: str | os.PathLike[str], files: Iterable[str], sources: Iterable[str]) -> None:
@@ -105,10 +107,34 @@ def _check_replaces_none(path: str | os.PathLike[str], files: Iterable[str]) -> 
             )
 
 
-def _is_replaceable(folder: Path) -> bool:
-    return folder.is_dir() and (
-        not any(folder.iterdir()) or any((folder / name).is_file() for name in _DATASET_FILES)
-    )
+def _check_replaceable(folder: Path, path: str | os.PathLike[str]) -> None:
+    """Check that a folder is empty, or has what `save_to_disk` makes and nothing else.
+
+    Raises:
+        InvalidValueError: it is neither, or no folder.
+    """
+    if not folder.is_dir() or (
+        any(folder.iterdir()) and not any((folder / name).is_file() for name in _DATASET_FILES)
+    ):
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} exists and is not a folder of save_to_disk; choose another name"
+        )
+    if (other := next(_others(folder), None)) is not None:
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} has {os.fspath(other.relative_to(folder))!r} beside the files"
+            " of save_to_disk, and the export would remove it; move it elsewhere, or choose another name"
+        )
+
+
+def _others(folder: Path) -> Iterator[Path]:
+    """What lies in a folder of `save_to_disk` and was not made by that. A dict of datasets has a folder for
+    each.
+    """
+    for one in sorted(folder.iterdir()):
+        if one.is_dir() and not one.is_symlink() and (one / "state.json").is_file():
+            yield from _others(one)
+        elif not (one.is_file() and _SAVED(one.name)):
+            yield one
 
 
 def export(
@@ -147,6 +173,8 @@ def export(
             with _reporting_failures(path):
                 _WRITERS[Path(path).suffix.lower()](plain, temporary, progress or _ignore_rows)
             size = _sync(temporary)
+            if place.is_dir():  # somebody may have put something there meanwhile
+                _check_replaceable(place, path)
             _replace(temporary, place)
         except BaseException:
             _remove(temporary)
@@ -235,10 +263,30 @@ def _read_rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iter
     # Read from Arrow, not through pandas, which turns integers with a gap among them into floats.
     if not len(dataset):
         return
+    decode = _with_exact_json(dataset.features).decode_example
     for table in dataset.with_format("arrow").iter(batch_size=_BATCH_ROWS):
         # Arrow holds JSON without a fixed type as text.
-        yield from map(dataset.features.decode_example, table.to_pylist())
+        yield from map(decode, table.to_pylist())
         done(table.num_rows)
+
+
+class _ExactJson(datasets.Json):  # type: ignore[misc]
+    """JSON of any form. `datasets` reads it with a parser that keeps 15 digits of a float."""
+
+    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if example_data is None else json.loads(example_data)
+
+
+def _with_exact_json(feature: Any) -> Any:
+    """Features, or one of them, with `_ExactJson` in the place of `Json`."""
+    if isinstance(feature, datasets.Json):
+        return _ExactJson(decode=feature.decode)
+    if isinstance(feature, dict):
+        inner = {name: _with_exact_json(one) for name, one in feature.items()}
+        return datasets.Features(inner) if isinstance(feature, datasets.Features) else inner
+    if isinstance(feature, datasets.LargeList | datasets.Sequence | datasets.List):
+        return dataclasses.replace(feature, feature=_with_exact_json(feature.feature))
+    return feature
 
 
 def _to_json(value: object) -> object:

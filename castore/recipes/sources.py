@@ -119,9 +119,21 @@ def _match_pattern(pattern: str) -> list[str]:
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    rest = re.sub(r"[\[?]", r"[\g<0>]", pattern[len(folder) :].lstrip("/"))
-    found = glob.glob(rest, root_dir=folder or None, recursive=True)
-    return sorted(filter(os.path.isfile, (os.path.join(folder, name) for name in found)))
+    rest = pattern[len(folder) :].lstrip("/")
+    before, *after = re.split(r"(?:^|(?<=/))\*\*(?=/|$)", rest, maxsplit=1)
+    if not after or "/." in after[0]:  # hidden files are read where their names begin with a dot here, too
+        return sorted(filter(os.path.isfile, _glob(rest, folder)))
+    # `glob` follows a link to a folder that it lies in, forty times.
+    matches = re.compile(_as_expression(f"**{after[0]}")).fullmatch
+    tops = _glob(before, folder) if before else [folder]
+    found = ((top, os.path.relpath(file, top or ".")) for top in tops for file in _walk_files(top or "."))
+    return sorted(os.path.join(top, name) for top, name in found if matches(name))
+
+
+def _glob(pattern: str, folder: str) -> list[str]:
+    escaped = re.sub(r"[\[?]", r"[\g<0>]", pattern)
+    found = glob.glob(escaped, root_dir=folder or None, recursive=True)
+    return [os.path.join(folder, name) for name in {*found}]  # with two `**` it finds some twice
 
 
 def _walk_files(folder: str) -> Iterator[str]:
@@ -155,9 +167,14 @@ def would_read(path: str, file: str) -> bool:
         return is_there and _saved_folder(path) is None
     if os.path.exists(path) or "*" not in path:
         return False
-    pieces = re.split(r"(\*\*/|\*\*$|\*+)", os.path.abspath(path))
-    pattern = "".join(_ANY.get(piece, "[^/]*" if "*" in piece else re.escape(piece)) for piece in pieces)
-    return re.fullmatch(pattern, os.path.abspath(file)) is not None
+    return re.fullmatch(_as_expression(os.path.abspath(path)), os.path.abspath(file)) is not None
+
+
+def _as_expression(pattern: str) -> str:
+    # `**` among other characters is no more than `*`.
+    parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/")]
+    pieces = re.split(r"(\*\*/|\*\*$|\*)", "/".join(parts))
+    return "".join(_ANY.get(piece, "[^/]*" if "*" in piece else re.escape(piece)) for piece in pieces)
 
 
 def _make_source(path: str, files: Sequence[str]) -> Source:

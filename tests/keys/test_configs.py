@@ -42,8 +42,8 @@ READS: dict[str, tuple[Callable[[DictConfig], Callable[[int], object]], set[str]
     "an attribute": (lambda cfg: lambda x: x * cfg.data.n, {"data.n"}),
     "an element": (lambda cfg: lambda x: x * cfg["data"]["n"], {"data.n"}),
     "both": (lambda cfg: lambda x: x * cfg["data"].n, {"data.n"}),
-    "a list": (lambda cfg: lambda x: x * sum(cfg.train.sizes), {"train.sizes"}),
-    "a part": (lambda cfg: lambda x: largest(cfg.data), {"data.n", "data.inner.depth", "data.new"}),
+    "a list": (lambda cfg: lambda x: x * sum(cfg.train.sizes), {*CHANGES}),
+    "a part": (lambda cfg: lambda x: largest(cfg.data), {*CHANGES}),
     "a key that is a method's name, too": (lambda cfg: lambda x: x * cfg["items"], {"items"}),
     "a method": (lambda cfg: lambda x: len(cfg.items()), {*CHANGES}),
     "an interpolation": (lambda cfg: lambda x: x * cfg.from_another, {*CHANGES}),
@@ -97,6 +97,32 @@ def test_a_field_of_a_structured_config_counts_alone() -> None:
     assert function_fingerprint(function) != before
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda cfg: lambda x: OmegaConf.merge(cfg.data, {"rate": "${train.lr}"}).rate,
+        lambda cfg: lambda x: OmegaConf.select(cfg.data, "..train.lr"),
+        lambda cfg: lambda x: cfg.data._get_root().train.lr,
+    ],
+    ids=["merged with an interpolation", "selected", "by the root"],
+)
+def test_what_code_reaches_from_a_part_counts(read: Callable[[DictConfig], Callable[[int], object]]) -> None:
+    one, other = OmegaConf.create(START), OmegaConf.create(START)
+    other.train.lr = 0.5
+    assert (read(one)(1), read(other)(1)) == (0.1, 0.5)
+    assert function_fingerprint(read(one)) != function_fingerprint(read(other))
+
+
+@pytest.mark.parametrize("flag", ["struct", "readonly"])
+def test_flags_of_a_part_count(flag: str) -> None:
+    one, other = OmegaConf.create(START), OmegaConf.create(START)
+    OmegaConf.set_readonly(other, True) if flag == "readonly" else OmegaConf.set_struct(other, True)
+    keys = [function_fingerprint(lambda x, cfg=cfg: x) for cfg in (one, other)]
+    assert keys[0] != keys[1]
+    assert len({function_fingerprint(READS["a part"][0](cfg)) for cfg in (one, other)}) == 2
+    assert len({function_fingerprint(READS["both"][0](cfg)) for cfg in (one, other)}) == 1
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_whether_two_names_have_one_part_counts(first: bool) -> None:
     def keep_both(cfg: DictConfig, other: DictConfig) -> Callable[[int], object]:
@@ -120,7 +146,7 @@ GLOBAL = OmegaConf.create(START)
 
 def test_a_part_that_code_does_not_read_does_not_look_changed() -> None:
     def read(x: int) -> int:
-        return largest(GLOBAL.data)
+        return x + GLOBAL.data.n + GLOBAL.data.inner.depth
 
     [binding] = [
         one for one in bindings_of([cast(types.FunctionType, read)], frozenset()) if one.name == "GLOBAL"

@@ -6,15 +6,18 @@ Each form of code is run with one setting after another changed. A result that d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
+import functools
 import operator
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import attrs
 import msgspec
@@ -414,7 +417,7 @@ class Proxy:
 
 @pytest.mark.parametrize("make", [Unset, Proxy])
 def test_code_of_the_users_is_not_run_to_find_a_part(make: type) -> None:
-    assert parts_of(make(), {(Part("a", is_item=False),)}, set()) is None
+    assert parts_of(make(), {(Part("a", is_item=False),)}, set(), []) is None
 
 
 def test_parts_of_parts_count_alone() -> None:
@@ -468,6 +471,113 @@ def test_what_a_method_assigns_in_its_object_counts_with_all_of_the_object() -> 
         found.add((function_fingerprint(function), function(1)))
     assert {result for _, result in found} == {3, 4}
     assert len({key for key, _ in found}) == 2
+
+
+class Overridden:
+    """Settings that are changed for a while, or by a property."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+
+    @contextlib.contextmanager
+    def override(self, size: int) -> Iterator[None]:
+        before, self.size = self.size, size
+        yield
+        self.size = before
+
+    @property
+    def half(self) -> int:
+        return self.size // 2
+
+    @half.setter
+    def half(self, value: int) -> None:
+        self.size = 2 * value
+
+
+class Trainer:
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg
+
+
+def configure(cls: Any) -> None:
+    cls.size = 99
+
+
+@pytest.mark.parametrize("holder", ["a_trainer", "z_trainer"], ids=["met before", "met behind"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "with {}.cfg.override(99): return size()",
+        "{}.cfg.half = 50\nreturn size()",
+        "with mock.patch.object({}.cfg, 'size', 99): return size()",
+        "configure({}.cfg)\nreturn size()",
+        "update({}.cfg, 'size', 99)\nreturn size()",
+        "{}.cfg.__init__(99)\nreturn size()",
+    ],
+)
+def test_whether_a_holder_has_the_same_settings_counts(change: str, holder: str) -> None:
+    """Globals are followed in the order of their names."""
+    found = []
+    for is_same in (True, False):
+        cfg: Any = OmegaConf.create({"size": 4}) if "update" in change else Overridden()
+        scope: dict[str, Any] = {
+            "__name__": __name__, "cfg": cfg, holder: Trainer(cfg if is_same else copy.copy(cfg)),
+            "mock": mock, "configure": configure, "update": OmegaConf.update,
+        }  # fmt: skip
+        body = textwrap.indent(change.format(holder), "    ")
+        exec(f"def size(): return cfg.size\ndef f(x):\n{body}", scope)
+        found.append((function_fingerprint(scope["f"]), scope["f"](1)))
+    (one, changed), (other, unchanged) = found
+    assert changed in (99, 100)
+    assert unchanged == 4
+    assert one != other
+
+
+def test_whether_two_parts_are_one_object_counts() -> None:
+    def key(train: Overridden, test: Overridden) -> str:
+        cfg = types.SimpleNamespace(train=train, test=test)
+        return function_fingerprint(made("return cfg.train.size, cfg.test.size", cfg, "global"))
+
+    one, other = Overridden(), Overridden()
+    assert key(one, one) == key(other, other)
+    assert key(one, one) != key(one, other)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    a: int = 1
+    b: int = 2
+
+
+@attrs.define
+class Lazily:
+    a: int = 1
+
+    @functools.cached_property
+    def area(self) -> int:
+        return self.a * 3
+
+
+class LazyModel(pydantic.BaseModel):
+    a: int = 1
+
+    @functools.cached_property
+    def area(self) -> int:
+        return self.a * 3
+
+
+def test_a_frozen_dataclass_with_slots_counts_by_what_is_read() -> None:
+    assert len({function_fingerprint(made("return cfg.a", Frozen(b=b), "global")) for b in (2, 3)}) == 1
+
+
+@pytest.mark.parametrize("make", [Lazily, LazyModel])
+@pytest.mark.parametrize("body", ["return cfg.area", "return repr(cfg)", "return cfg.a"])
+def test_what_a_cached_property_has_kept_does_not_count(make: type, body: str) -> None:
+    settings = make()
+    function = made(body, settings, "global")
+    before = function_fingerprint(function)
+    assert settings.area == 3
+    assert function_fingerprint(function) == before
 
 
 class Holding:

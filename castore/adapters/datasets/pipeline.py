@@ -706,7 +706,7 @@ class _Run:
             if found.reason:
                 warn(found.reason, CacheWarning)
             reports = [
-                _report(step, True, *rows, 0.0, None)
+                _report(step, True, *rows, 0.0, None, rows_reused=rows[0])
                 for step, rows in zip(planned, pairwise(found.rows), strict=False)
             ]
             for number, report in enumerate(reports):

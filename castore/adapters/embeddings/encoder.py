@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from castore import Store
 from castore.adapters.embeddings.batch_places import PerItem, map_leaves, rebuild_sequence, select_items
@@ -46,6 +47,10 @@ from castore.keys.libraries import library_of_class
 _CPU = torch.device("cpu")
 # Values of arguments that are settings of a call, and no features.
 _PLAIN = (bool, int, float, complex, str, bytes)
+_BATCH_ADVICE = (
+    ", since it is no batch of items; pass tensors, arrays or lists with one element for each item, all of"
+    " one length, or tuples of as many texts, or leave the encoder uncached with CacheType.NONE"
+)
 # Changes of globals after which a warning comes.
 _OFTEN = 3
 
@@ -143,11 +148,13 @@ class CachedEncoder(nn.Module):
         self._refresh_digest()
 
     def _refresh_digest(self) -> None:
-        """Compute the encoder's digest again. If it has changed, forget the tables of the old one."""
+        """Compute the encoder's digest again. If it has changed, only the tables of that one are found."""
         before = self.digest
         self._hash_again()
         if self.digest != before:
-            self._tables = {number: _OutdatedLookup(one.cache) for number, one in self._tables.items()}
+            self._tables = {
+                number: _table_for(self.digest, before, table) for number, table in self._tables.items()
+            }
 
     def _hash_again(self) -> None:
         check_frozen(self.encoder, self._name)
@@ -183,6 +190,13 @@ class CachedEncoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The embeddings of a batch, as the encoder returns them."""
+        if torch.compiler.is_dynamo_compiling():
+            # Nothing of a look-up can be compiled: it reads files, and compares what the encoder is.
+            disable: Any = torch._dynamo.disable
+            return disable(self._find_embeddings)(*args, **kwargs)
+        return self._find_embeddings(*args, **kwargs)
+
+    def _find_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         keys = next((value for value in (*args, *kwargs.values()) if isinstance(value, Keys)), None)
         if keys is not None:
             self._warn_of_settings(args, kwargs)
@@ -190,6 +204,9 @@ class CachedEncoder(nn.Module):
         if self._config.type_of(self._name) is CacheType.NONE or any(
             tensor.requires_grad for tensor in list_tensors([*args, *kwargs.values()])
         ):
+            return self.encoder(*args, **kwargs)
+        if _carry_more_than_values():
+            self._warn_uncached("a batch within torch.func, forward-mode AD or a trace", "")
             return self.encoder(*args, **kwargs)
         return self._look_up_or_encode(args, kwargs)
 
@@ -267,7 +284,8 @@ class CachedEncoder(nn.Module):
         count, layout = _learn_layout(batch)
         if not count:
             if layout is None:
-                self._warn_uncached(args, kwargs)
+                fed = ", ".join(_describe(value) for value in (*args, *kwargs.values())) or "nothing"
+                self._warn_uncached(fed, _BATCH_ADVICE)
             return self.encoder(*args, **kwargs)
         keys = [self._item_key(layout, select_items(layout, batch, [position])) for position in range(count)]
 
@@ -287,17 +305,10 @@ class CachedEncoder(nn.Module):
         found = self._pad(self.memo.take(rows), kwargs)
         return found if device == _CPU else map_tensors(found, lambda tensor: tensor.to(device))
 
-    def _warn_uncached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._warned_uncached:
-            return
-        self._warned_uncached = True
-        fed = ", ".join(_describe(value) for value in (*args, *kwargs.values())) or "nothing"
-        warn(
-            f"the encoder {self._name!r} got {fed}, which is encoded each time, since it is no batch of "
-            "items; pass tensors, arrays or lists with one element for each item, all of one length, or "
-            "tuples of as many texts, or leave the encoder uncached with CacheType.NONE",
-            CacheWarning,
-        )
+    def _warn_uncached(self, fed: str, advice: str) -> None:
+        if not self._warned_uncached:
+            self._warned_uncached = True
+            warn(f"the encoder {self._name!r} got {fed}, which is encoded each time{advice}", CacheWarning)
 
     def _warn_of_settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Warn once of plain values beside keys that are not the encoder's defaults: they have no effect."""
@@ -397,12 +408,18 @@ class CachedEncoder(nn.Module):
 
 
 class _OutdatedLookup:
-    """A table of the encoder before its weights changed."""
+    """A table of the encoder before its weights changed.
+
+    Args:
+        lookup: the table's, without what lies on a device.
+        digest: of the encoder then.
+    """
 
     in_memory = True
 
-    def __init__(self, cache: EmbeddingCache) -> None:
-        self.cache = cache
+    def __init__(self, lookup: Lookup, digest: str) -> None:
+        self.cache = lookup.cache
+        self.lookup, self.digest = copy.copy(lookup), digest
 
     def take(self, rows: torch.Tensor, device: torch.device) -> Any:
         """Raise an error: these are another encoder's embeddings."""
@@ -410,6 +427,25 @@ class _OutdatedLookup:
             "the weights of a cached encoder have changed since its embeddings "
             "were computed; call cache_embeddings again"
         )
+
+
+def _table_for(digest: str, before: str, table: Lookup) -> Lookup:
+    """A table once the encoder's digest has changed: weights may come back, as after an average of them was
+    tried.
+    """
+    if not isinstance(table, _OutdatedLookup):
+        return _OutdatedLookup(table, before)
+    return table.lookup if table.digest == digest else table
+
+
+def _carry_more_than_values() -> bool:
+    """Whether tensors carry derivatives, batches or a trace that no look-up gives back."""
+    jit: Any = torch.jit
+    return (
+        jit.is_tracing()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def open_store(store: Store | str | os.PathLike[str] | None, config: CacheConfig) -> Store:

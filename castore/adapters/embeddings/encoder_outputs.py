@@ -247,13 +247,25 @@ def _field_names(value: Any) -> dict[str, list[str]]:
         return {"fields": [*value._names]}
     if is_dataclass(type(value)):
         return {"fields": [field.name for field in fields(value)]}
-    return {"fields": [*value._fields]} if isinstance(value, tuple) and hasattr(value, "_fields") else {}
+    names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+    if hasattr(type(value), "n_sequence_fields"):  # of torch.return_types
+        names = type(value).__match_args__
+    return {} if names is None else {"fields": [*names]}
 
 
 @cache
 def _named_tuple(names: tuple[str, ...]) -> Any:
-    """A named tuple. Never looks up a class by a name in a file."""
-    return namedtuple("Output", names, rename=True)
+    """A class of named tuples. Never looks up a class by a name in a file."""
+    made = namedtuple("Output", names, rename=True)  # type: ignore[misc]
+    return type("Output", (made,), {"__slots__": (), "__reduce__": _reduce_named_tuple, "_names": names})
+
+
+def _reduce_named_tuple(value: Any) -> tuple[Any, ...]:
+    return _make_named_tuple, (value._names, tuple(value))
+
+
+def _make_named_tuple(names: tuple[str, ...], items: tuple[Any, ...]) -> Any:
+    return _named_tuple(names)(*items)
 
 
 def _to_rows(value: Any, name: str, count: int) -> tuple[str, torch.dtype, LeafRows]:

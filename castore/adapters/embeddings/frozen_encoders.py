@@ -263,6 +263,7 @@ class ChangeDetector:
             "_encoder": self._encoder,
             "_is_copy": self.weights_changed(),
             "_was_changed": was_changed,
+            "_globals": [],
             "_look": _NowAndThen(),
             "_walk": _NowAndThen(),
         }

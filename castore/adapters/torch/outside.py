@@ -21,6 +21,7 @@ from castore.keys.bytecode import (
     Outer,
     attributes_read,
     attributes_written_of,
+    globals_written,
     handed_on,
     names_written,
 )
@@ -109,7 +110,7 @@ class _Outside(Watch):
         if type(value) is not types.FunctionType:
             return encoder.part(value, step, direct=True)
         module = module_of(value.__globals__.get("__name__"))
-        self.written |= {(module, label_of(name)) for name in names_written(value.__code__)}
+        self.written |= {(module, label_of(name)) for name in globals_written(value.__code__)}
         if library_of(module) is None:
             self.functions.append(value)
             if not _is_of_dataclass(value):  # those read all fields, for whoever is handed the whole
@@ -138,7 +139,8 @@ class _Outside(Watch):
             self._note_value(label, (label.split("'")[1],), value)
 
     def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
-        if not self._modules or step.startswith(" -> closure ") or type(value) is not dict:
+        is_by_attributes = isinstance(value, _CODE) or _plain_attributes(value) is not None
+        if not self._modules or step.startswith(" -> closure ") or is_by_attributes:
             # Other functions may write to a part: `reads` needs all of them.
             self.reference(value, step, b"")
             return
