@@ -127,9 +127,7 @@ def _check_replaceable(folder: Path, path: str | os.PathLike[str]) -> None:
 
 
 def _others(folder: Path) -> Iterator[Path]:
-    """What lies in a folder of `save_to_disk` and was not made by that. A dict of datasets has a folder for
-    each.
-    """
+    """All in a folder of `save_to_disk` that it did not make. A dict of datasets has a folder for each."""
     for one in sorted(folder.iterdir()):
         if one.is_dir() and not one.is_symlink() and (one / "state.json").is_file():
             yield from _others(one)

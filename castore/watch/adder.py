@@ -112,6 +112,10 @@ class Adder:
         if is_large or len(self._pending) >= _BATCH_FILES or self._batch.stored > _BATCH_BYTES:
             self.flush()
 
+    def is_staged(self, name: str) -> bool:
+        """Whether a file of that name waits for the next `flush`."""
+        return any(pending.name == name for pending in self._pending)
+
     def _stage(self, batch: Batch, pending: _PendingFile, reuse: bool) -> tuple[EntrySpec, Staged]:
         try:
             return self._stage_file(batch, pending, reuse)

@@ -136,9 +136,11 @@ class Scanner:
 
     def _scan_file(self, path: str, found: os.stat_result) -> None:
         name = self._folder.name(path)
-        entry = self._store.entry(name)
         if self._is_unsettled(path, found):
             return
+        if self._adder.is_staged(name):  # a new folder was listed, and the kernel told of its file as well
+            self._adder.flush()
+        entry = self._store.entry(name)
         others = self._other_names(path, found)
         if not is_current(self._store, entry, path, found.st_size, found.st_mtime_ns):
             self._adder.add(name, path, entry)

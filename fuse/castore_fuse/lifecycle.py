@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import os
 import select
-import shlex
 import shutil
 import subprocess
 import sys
@@ -250,12 +249,7 @@ def prepare_mountpoint(
     if home.is_relative_to(path) or path.is_relative_to(home):
         raise MountError(f"the mountpoint {path} and the store {home} must lie apart; choose another folder")
     _clear_dead(path, record_path)
-    found = mountpoints.mount_at(path)
-    if found is not None and found.fstype == FSTYPE:
-        raise MountError(
-            f"{found.source} is mounted at {path} already; run `castore "
-            f"umount {shlex.quote(os.fspath(path))}` first"
-        )
+    mountpoints.check_free(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         entries = os.listdir(path)

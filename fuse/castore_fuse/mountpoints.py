@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import shlex
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from castore.system.mount_table import MountInfo, mounts
+from castore.system.mount_table import FSTYPE, MountInfo, mounts
 from castore_fuse.errors import BusyError, MountError
 
 _MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
@@ -47,6 +49,40 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     folder, name = os.path.split(os.path.abspath(path))
     here = Path(os.path.realpath(folder), name)
     return here if mount_at(here) is not None else Path(os.path.realpath(here))
+
+
+def check_free(mountpoint: Path) -> None:
+    """Check that no castore is mounted there.
+
+    Raises:
+        MountError: one is.
+    """
+    found = mount_at(mountpoint)
+    if found is not None and found.fstype == FSTYPE:
+        raise MountError(
+            f"{found.source} is mounted at {mountpoint} already; run `castore "
+            f"umount {shlex.quote(os.fspath(mountpoint))}` first"
+        )
+
+
+@contextmanager
+def claimed(mountpoint: Path) -> Iterator[None]:
+    """Let one process at a time mount there: two mounts at one moment would lie on one another.
+
+    Raises:
+        MountError: a castore is mounted there, or there is no folder.
+    """
+    try:
+        folder = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise MountError(f"cannot mount at {mountpoint}: {error.strerror}") from error
+    try:
+        with suppress(OSError):  # of file systems without locks of folders, such as NFS
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        check_free(mountpoint)
+        yield
+    finally:
+        os.close(folder)
 
 
 def answer_of(mountpoint: Path, seconds: float) -> int | None:

@@ -88,9 +88,10 @@ class Session:
         """Attach to the mountpoint. Nobody may access the mount before `run`, which answers the requests.
 
         Raises:
-            MountError: the mount failed; with the message of the kernel or of fusermount3.
+            MountError: the mount failed, with the message of the kernel or of fusermount3; or a castore is
+                mounted there already.
         """
-        with _captured_stderr() as captured:
+        with mountpoints.claimed(self.mountpoint), _captured_stderr() as captured:
             failed = self._lib.session_mount(self._session, os.fsencode(self.mountpoint))
         if failed:
             raise MountError(f"cannot mount at {self.mountpoint}: {captured() or 'libfuse gives no reason'}")

@@ -146,7 +146,7 @@ GLOBAL = OmegaConf.create(START)
 
 def test_a_part_that_code_does_not_read_does_not_look_changed() -> None:
     def read(x: int) -> int:
-        return x + GLOBAL.data.n + GLOBAL.data.inner.depth
+        return x + int(GLOBAL.data.n) + int(GLOBAL.data.inner.depth)
 
     [binding] = [
         one for one in bindings_of([cast(types.FunctionType, read)], frozenset()) if one.name == "GLOBAL"

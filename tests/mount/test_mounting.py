@@ -182,6 +182,31 @@ def test_second_mount_at_the_same_place_is_refused(background: Path, store: Stor
     assert (background / "a/b").read_bytes() == b"content"
 
 
+def test_of_two_mounts_at_one_moment_one_is_made(store: Store, tmp_path: Path) -> None:
+    with Store(tmp_path / "other") as other:
+        other.put("b", b"other")
+    store.put("a", b"content")
+    for name in map(str, range(3)):
+        place = tmp_path / name
+        command = [sys.executable, "-m", "castore", "--store"]
+        both = [
+            subprocess.Popen(
+                [*command, path, "mount", place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for path in (store.path, other.path)
+        ]
+        told = [process.communicate(timeout=300) for process in both]
+        codes = [process.returncode for process in both]
+        try:
+            assert sorted(codes) == [0, 1], told
+            assert "is mounted at" in told[codes.index(1)][1]
+            assert os.listdir(place) == [["a"], ["b"]][codes.index(0)]
+            assert len([mount for mount in mounts() if mount.mountpoint == place]) == 1
+        finally:
+            while mountpoints.mount_at(place):
+                castore_fuse.umount(place)
+
+
 def test_mount_is_read_only(live: Path, store: Store) -> None:
     store.put("x", b"x")
     for change in (

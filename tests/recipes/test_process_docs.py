@@ -45,9 +45,11 @@ def test_the_recipe_of_the_page_runs(
     (folder.parent / "recipe.yaml").write_text(text.replace('"<link>"', '""'))
     second = cli("process", "--config", "recipe.yaml", "--use-checkpoint")
     assert second.err.strip() in PAGE.read_text()
+    third = cli("process", "--config", "recipe.yaml", "--use-checkpoint", "--json")
+    assert {step["rows_run"] for step in json.loads(third.out)["steps"]} == {0}
     (folder.parent / "recipe.yaml").write_text(text.replace("length", "lenght"))
-    third = cli("process", "--config", "recipe.yaml")
-    assert third.err.strip() in PAGE.read_text()
+    fourth = cli("process", "--config", "recipe.yaml")
+    assert fourth.err.strip() in PAGE.read_text()
 
 
 def test_every_key_and_operator_stands_on_the_page() -> None:

@@ -711,6 +711,17 @@ def test_jsonl_says_what_was_in_the_rows(tmp_path: Path) -> None:
     assert second["n"] is None
 
 
+def test_floats_in_objects_of_several_forms_keep_all_digits(tmp_path: Path) -> None:
+    rows = [
+        {"text": "a", "meta": {"x": 0.5043033792893158}, "list": [{"y": 5e-324}]},
+        {"text": "b", "meta": {"x": 1e300, "z": 1}, "list": [{"z": 0.1}, {"y": 1.7976931348623157e308}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = sources.read(sources.find(tmp_path / "a.jsonl"), tmp_path / "work")
+    export.export(dataset, tmp_path / "o.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == rows
+
+
 def test_values_without_one_type_come_back_as_they_were(tmp_path: Path) -> None:
     lines = '{"text": "a", "meta": {"x": 1}}\n{"text": "b", "meta": [1, 2]}\n{"text": "c", "meta": "[1]"}\n'
     (tmp_path / "a.jsonl").write_text(lines)
@@ -727,6 +738,22 @@ def test_statistics_and_hashes_stay_out(tmp_path: Path) -> None:
     )
     export.export(dataset, tmp_path / "o.jsonl")
     assert (tmp_path / "o.jsonl").read_text() == '{"text": "a"}\n'
+
+
+@pytest.mark.parametrize("other", ["clean.jsonl", "models/weights.bin", "README.md", "train/notes.txt"])
+def test_a_folder_with_files_of_others_is_not_replaced(tmp_path: Path, other: str) -> None:
+    """Regression: a second export into a folder removed all that others had put there."""
+    place = tmp_path / "outputs"
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    made.save_to_disk(place) if other.startswith("train") else made["train"].save_to_disk(place)
+    export.export(datasets.Dataset.from_list(ROWS), place)
+    if other.startswith("train"):
+        made.save_to_disk(place)
+    (place / other).parent.mkdir(exist_ok=True)
+    (place / other).write_text("mine")
+    with pytest.raises(InvalidValueError, match=f"has '{other.partition('/')[0]}.*export would remove it"):
+        export.export(datasets.Dataset.from_list(ROWS), place)
+    assert (place / other).read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o"])
@@ -906,7 +933,7 @@ def test_an_export_replaces_nothing_that_it_is_made_from(
         use_checkpoint=use_checkpoint,
     )
     with Store(tmp_path / "store") as store:
-        with pytest.raises(InvalidValueError, match=r"would replace .*, which this recipe reads"):
+        with pytest.raises(InvalidValueError, match=r"would replace .*, which this|has 'shards' beside"):
             process(recipe, store=store)
         assert list(store.entries()) == []
     assert all(file.read_bytes() == content for file, content in before.items())
@@ -961,8 +988,11 @@ def test_a_folder_is_read_behind_links_but_no_link_twice_on_one_way(tmp_path: Pa
     (tmp_path / "in" / "linked").symlink_to("../real")
     (tmp_path / "in" / "loop").symlink_to(".")
     (tmp_path / "in" / ".hidden").symlink_to("../real")
-    found = sources.find(tmp_path / "in").files
-    assert [os.path.relpath(file, tmp_path) for file in found] == ["in/in.jsonl", "in/linked/real.jsonl"]
+    for pattern in ("in", "in/**", "in/**/*.jsonl", "in/**/**/*.jsonl", "i*/**/*.jsonl"):
+        found = sources.find(tmp_path / pattern).files
+        assert [os.path.relpath(file, tmp_path) for file in found] == ["in/in.jsonl", "in/linked/real.jsonl"]
+    found = sources.find(tmp_path / "in/**/.hidden/*.jsonl").files
+    assert [os.path.relpath(file, tmp_path) for file in found][:1] == ["in/.hidden/real.jsonl"]
 
 
 def test_blank_lines_of_a_file_of_one_column_are_its_empty_cells(tmp_path: Path) -> None:

@@ -41,6 +41,21 @@ def test_files_are_added_as_they_are_closed_and_when_they_change(
     assert watching.end() == 0
 
 
+def test_files_of_a_new_folder_are_told_of_once(store: Store, folder: Path, watch: Watch) -> None:
+    (folder / "a").write_text("a file")
+    watching = watch("--mirror")
+    for round_ in range(3):
+        (folder / "a").unlink() if round_ == 0 else shutil.rmtree(folder / "a")
+        (folder / "a").mkdir()
+        for name in "bcd":
+            (folder / "a" / f"{name}{round_}").write_text(f"{name}{round_}")
+        for name in "bcd":
+            watching.until("added", f"in/a/{name}{round_}")
+    assert watching.end() == 0
+    told = Counter(watching.told("added"))
+    assert set(told.values()) == {1}, told
+
+
 def test_a_file_with_two_names_changes_under_both(store: Store, folder: Path, watch: Watch) -> None:
     (folder / "a.txt").write_text("one")
     os.link(folder / "a.txt", folder / "b.txt")

@@ -177,6 +177,47 @@ def test_a_copy_of_a_changed_encoder_is_of_the_changed_one(store: Store, how: An
         assert torch.allclose(CachedEncoder(fresh, store=store)(features(9)), fresh(features(9)), atol=1e-5)
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda encoder: encoder.load_state_dict(encoder.state_dict()),
+        lambda encoder: encoder.double().float(),
+        lambda encoder: encoder.share_memory(),
+    ],
+    ids=["load_state_dict", "double and float", "share_memory"],
+)
+def test_a_copy_of_a_model_whose_weights_were_written_goes_on(store: Store, how: Any, write: Any) -> None:
+    """Processes that are spawned get such a copy: torch moves weights to shared memory for them."""
+    model = Model()
+    kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
+    keys, _ = next(iter(kept))
+    by_keys, new = model(keys), features(3, seed=9)
+    write(model.encoder.encoder)
+    again = how(model)
+    assert torch.equal(again(keys), by_keys)
+    assert torch.allclose(again(new), model(new), atol=1e-5)
+
+
+def test_weights_that_come_back_bring_their_embeddings_back(store: Store) -> None:
+    """As after an average of weights was tried."""
+    model = Model()
+    kept, _ = cache_embeddings(model, loader(shuffle=False), store=store)
+    keys, _ = next(iter(kept))
+    before = model(keys)
+    saved = {name: weight.clone() for name, weight in model.encoder.encoder.named_parameters()}
+    for factor in (2, 3):
+        with torch.no_grad():
+            for weight in model.encoder.encoder.parameters():
+                weight.mul_(factor).add_(1)
+        with pytest.raises(InvalidValueError, match="call cache_embeddings again"):
+            model(keys)
+    with torch.no_grad():
+        for name, weight in model.encoder.encoder.named_parameters():
+            weight.copy_(saved[name])
+    assert torch.equal(model(keys), before)
+
+
 def helped(encoder: Any) -> float:
     return float(encoder.scale)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -54,6 +56,31 @@ def test_outputs_of_any_structure_come_back(store: Store) -> None:
         expected, found = model.encoder.encoder(x), model.encoder(keys)
         assert all(map(torch.equal, expected["states"], found["states"]))
         assert all(map(torch.equal, expected["both"], found["both"]))
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("encode", "names"),
+    [
+        (lambda x: Pair(x, 2 * x), ["first", "second"]),
+        (lambda x: torch.max(x, 1), ["values", "indices"]),
+        (lambda x: torch.topk(x, 2), ["values", "indices"]),
+    ],
+    ids=["a named tuple", "max", "topk"],
+)
+@pytest.mark.parametrize("copied", [lambda out: out, lambda out: pickle.loads(pickle.dumps(out)), copy.copy])
+def test_tuples_keep_their_names_and_can_be_sent(
+    store: Store, encode: Any, names: list[str], copied: Any
+) -> None:
+    found, expected = copied(CachedEncoder(encode, store=store)(features(4))), encode(features(4))
+    assert [*found._fields] == names
+    for name, one, other in zip(names, found, expected, strict=True):
+        assert getattr(found, name) is one
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

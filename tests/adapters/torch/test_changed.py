@@ -19,9 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pydantic
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from castore import InvalidValueError
@@ -598,6 +601,77 @@ def test_an_element_of_a_dict_that_reading_does_not_name_may_change(
             with pytest.raises(InvalidValueError, match=rf"the {what} of global 'CONFIG' of tests\."):
                 cached[4]
             assert before == cached[3]
+
+
+def _prepare(CONFIG: dict[str, Any]) -> int:  # noqa: N803 - the name of the global is the point
+    CONFIG = dict(CONFIG)  # noqa: N806
+    CONFIG["n"] = 0
+    return int(CONFIG["n"])
+
+
+class PreparesConfig(ByConfig):
+    def __getitem__(self, index: int) -> int:
+        return super().__getitem__(index) + _prepare({})
+
+
+def test_a_write_to_a_local_variable_of_a_globals_name_is_none_to_the_global(
+    wrap: Callable[..., Any], tmp_path: Path
+) -> None:
+    CONFIG.clear()
+    CONFIG.update(size=2, inner={"shift": 1})
+    with wrap(PreparesConfig(), tmp_path / "cache") as cached:
+        assert cached[3] == 7
+        CONFIG["size"] = 3
+        with pytest.raises(InvalidValueError, match="of global 'CONFIG' of tests"):
+            cached[4]
+
+
+@dataclasses.dataclass(slots=True)
+class SlotsOfLoop:
+    size: int = 2
+    step: int = 0
+
+
+class ModelOfLoop(pydantic.BaseModel):
+    size: int = 2
+    step: int = 0
+
+
+class StructOfLoop(msgspec.Struct):
+    size: int = 2
+    step: int = 0
+
+
+LOOP: Any = None
+
+
+class ByLoop(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return index * int(LOOP.size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [SlotsOfLoop, ModelOfLoop, StructOfLoop, lambda: OmegaConf.create({"size": 2, "step": 0})],
+    ids=["slots", "pydantic", "msgspec", "OmegaConf"],
+)
+def test_settings_of_every_kind_change_where_reading_names_them(
+    wrap: Callable[..., Any], make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.LOOP", make())
+    with wrap(ByLoop(), tmp_path / "cache") as cached:
+        for index in range(5):
+            assert cached[index] == 2 * index
+            LOOP.step += 1
+        assert list(cached) == [2 * index for index in range(10)]
+    with wrap(ByLoop(), tmp_path / "another") as cached:
+        assert cached[3] == 6
+        LOOP.size = 3
+        with pytest.raises(InvalidValueError, match=r"the part \.size of global 'LOOP' of tests\."):
+            cached[4]
 
 
 OPTIONS: Any = Options()
