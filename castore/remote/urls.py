@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,9 @@ def parse_url(url: str) -> Place:
         raise InvalidValueError(f"{url!r} has a control character: {_form()}")
     if parts.scheme == "file":
         return Place("file", "", _folder(parts.netloc, unquote(parts.path), url))
+    if url and not parts.scheme:
+        folder = Path(os.path.abspath(os.path.expanduser(url))).as_uri()
+        raise InvalidValueError(f"{url!r} is no URL of a remote: write {folder} for that folder")
     if parts.scheme not in ("s3", "gs", "az"):
         raise InvalidValueError(f"{url!r} is no URL of a remote: {_form()}")
     if not _BUCKET.fullmatch(parts.netloc):
