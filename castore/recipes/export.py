@@ -35,8 +35,10 @@ _BATCH_ROWS = 1000
 # Rows that hold the bytes of images or sounds, of megabytes each.
 _ROWS_WITH_FILES = 100
 _DATASET_FILES = ("state.json", "dataset_dict.json")
-# All files that `save_to_disk` makes in a folder.
-_SAVED = re.compile(r"data-\d+-of-\d+\.arrow|state\.json|dataset_info\.json|dataset_dict\.json").fullmatch
+# All files that `save_to_disk` makes in a folder, and those in which `datasets` caches what was made of them.
+_SAVED = re.compile(
+    r"data-\d+-of-\d+\.arrow|state\.json|dataset_info\.json|dataset_dict\.json|cache-\w+\.arrow"
+).fullmatch
 
 
 def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> None:
