@@ -8,7 +8,6 @@ pickles as its path and options.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import time
@@ -68,8 +67,6 @@ if TYPE_CHECKING:
     from castore.remote.shared_results import SharedResults, SharedTurn
     from castore.repair.verify import Report
     from castore.shm.shared_frames import SharedFrames
-
-log = logging.getLogger("castore")
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -252,7 +252,7 @@ class Connections:
 
     def __del__(self) -> None:
         # The last reference to a connection would close it too, while another thread forks.
-        if self._open:
+        if getattr(self, "_open", None):  # a Ctrl-C may come before the first line of `__init__`
             reset_after_fork(
                 self
             )  # the collector has struck this object off the list, and a fork may come first

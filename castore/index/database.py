@@ -12,7 +12,6 @@ damaged: its values have the right types when they leave this module, and may be
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sqlite3
 import time
@@ -30,12 +29,11 @@ from castore.index.statements import BLOB_COLUMNS, BLOB_OF, LISTED
 from castore.index.transaction import Write
 from castore.names import RESERVED, below
 from castore.records import AWAY, LOST, Blob, Entry, Found, Totals, entry_check, parse_metadata
+from castore.system import log
 from castore.system.forks import fork_gate, reset_after_fork
 from castore.system.sql_errors import is_damage, is_full
 
 T = TypeVar("T")
-
-log = logging.getLogger("castore")
 
 # The files to which the thread that holds `fork_gate` writes.
 _writing: list[str] = []

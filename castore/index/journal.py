@@ -88,10 +88,11 @@ class Journal:
         read_only: the folder cannot be written to.
     """
 
+    _fd = -1  # on the class, for a Ctrl-C may come before the first line of `__init__`
+
     def __init__(
         self, folder: Path, tmp: Path, beacon: Beacon, mode: int, *, read_only: bool = False
     ) -> None:
-        self._fd = -1
         self.read_only = read_only
         self.folder = folder
         self._tmp = tmp

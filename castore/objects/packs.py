@@ -155,11 +155,10 @@ class PackFile:
     __slots__ = ("fd",)
 
     def __init__(self, path: str) -> None:
-        self.fd = -1
         self.fd = open_regular(path)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.fd >= 0:
+        if hasattr(self, "fd"):
             close(self.fd)
 
 
@@ -248,8 +247,9 @@ class PackWriter:
     The caller must serialise calls.
     """
 
+    _fd = -1  # on the class, for a Ctrl-C may come before the first line of `__init__`
+
     def __init__(self, path: Path, pack: int, mode: int) -> None:
-        self._fd = -1
         self._fd = open_with_mode(path, os.O_WRONLY | os.O_EXCL | os.O_APPEND, mode)
         self._path = path
         self.pack = pack

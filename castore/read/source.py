@@ -8,7 +8,6 @@ blob. Bytes that fail their check are never returned.
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,12 +34,11 @@ from castore.objects.directory import ObjectDirectory, Seal, check_row
 from castore.read.origin import BlobAccess, Origin
 from castore.read.usage import Usage
 from castore.records import AWAY, LOST, Blob, Found
+from castore.system import log
 from castore.system.ram_cache import MemoryLRU, Slot
 
 if TYPE_CHECKING:
     from castore.shm.shared_frames import SharedFrames
-
-log = logging.getLogger("castore")
 
 # Names that are looked up together to be fetched ahead.
 _PREFETCHED = 10_000

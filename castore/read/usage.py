@@ -6,7 +6,6 @@ unwritten counts (a few seconds of them), never an entry. Must never: write to t
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import sys
 import threading
@@ -15,9 +14,8 @@ import time
 from castore.errors import FullError, StoreError
 from castore.index.connections import BUSY_SECONDS
 from castore.index.database import Index
+from castore.system import log
 from castore.system.forks import reset_after_fork
-
-log = logging.getLogger("castore")
 
 #: Counters of requests to remotes, their bytes, the errors and retries among them, results that were found in
 #: remotes and offered to them, and the time of all requests.

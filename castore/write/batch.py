@@ -49,6 +49,8 @@ class Batch:
         stored: bytes that the staged blobs will add to the store.
     """
 
+    _process = -1  # on the class, for a Ctrl-C may come before the first line of `__init__`
+
     def __init__(self, putter: Putter, codec: str | None, level: int | None, ttl: float | str | None) -> None:
         self._items: list[_StagedPut] = []
         self._dropped: dict[str, None] = {}
@@ -319,7 +321,7 @@ class Batch:
 
     def __del__(self) -> None:
         # A forked child has a copy of this object: the staged files are its parent's.
-        if (count := len(self._items) + len(self._dropped)) and os.getpid() == self._process:
+        if os.getpid() == self._process and (count := len(self._items) + len(self._dropped)):
             try:
                 warnings.warn(
                     f"a batch was dropped with {count} staged {'change' if count == 1 else 'changes'}, which"
