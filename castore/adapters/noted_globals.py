@@ -58,10 +58,10 @@ class Binding(NamedTuple):
 
 
 def _state_of(value: Any, parts: frozenset[Parts] | None) -> State:
-    settings = parts_of(value, parts, frozenset(), [])
+    settings = parts_of(value, parts, frozenset())
     if settings is None:
         return State.of(value, _MOST)
-    states = [State.of(item, _MOST) for _, item in settings]
+    states = [State.of(item, _MOST) for _, item in settings.parts]
     return State(
         [item for one in states for item in one.values], [mark for one in states for mark in one.marks]
     )

@@ -266,14 +266,13 @@ def _outer(encoder: Encoder, value: Any, parts: Set[Parts] | None, names: Set[st
     Settings that are one object have one number, since code may write through one name and read through
     another. A part counts by its content where it is met first.
     """
-    around: list[Any] = []
-    settings = parts_of(value, parts, encoder.found.whole, around)
-    if settings is None or any(id(one) in encoder.met for one in around):
+    settings = parts_of(value, parts, encoder.found.whole)
+    if settings is None or any(id(one) in encoder.met for one in settings.around):
         return _reference(encoder, value, names, step)
     encoder.found.alone |= {*names_in(parts or frozenset())}
-    root, *inside = [encoder.root(one) for one in around]
+    root, *inside = [encoder.root(one) for one in settings.around]
     counted = []
-    for inner, item in settings:
+    for inner, item in settings.parts:
         if (root, inner) in encoder.known_parts:
             code = encoder.tagged("known", root, inner)
         else:

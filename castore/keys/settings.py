@@ -15,7 +15,7 @@ import copyreg
 import functools
 import types
 from collections.abc import Iterator, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from castore.keys import configs
 from castore.keys.bytecode import Part, Parts, codes, outer_reads, own_assigned
@@ -62,16 +62,25 @@ def reads_parts_unseen(code: types.CodeType) -> bool:
     return finds_by_text(code) or takes_queries(code)
 
 
-def parts_of(
-    value: Any, parts: Set[Parts] | None, whole: Set[str], around: list[Any]
-) -> list[tuple[str, Any]] | None:
-    """The parts of a value that count for code that reads these, each with its steps in paths.
+class Alone(NamedTuple):
+    """The parts that count of a value.
+
+    Attributes:
+        parts: each with its steps in paths.
+        around: the value, and those on the way to the parts.
+    """
+
+    parts: list[tuple[str, Any]]
+    around: list[Any]
+
+
+def parts_of(value: Any, parts: Set[Parts] | None, whole: Set[str]) -> Alone | None:
+    """The parts of a value that count for code that reads these.
 
     Args:
         value: the value of a global, or of a variable that a function closes over.
         parts: the parts that the code reads of it, None for all (`castore.keys.bytecode.parts_read`).
         whole: names of parts that other code assigns: an object that has one counts as a whole.
-        around: the values of which only parts count are added to it, `value` first.
 
     Returns:
         None if the value counts as a whole.
@@ -81,19 +90,21 @@ def parts_of(
     behind: dict[Part, set[Parts]] = {}
     for first, *rest in parts:
         behind.setdefault(first, set()).add(tuple(rest))
-    found: list[tuple[str, Any]] = []
-    inside: list[Any] = []
+    found = Alone([], [value])
     for part, inner in sorted(behind.items()):
         name, is_item = part
         item = _MISSING if name in whole else _element(value, name) if is_item else _attribute(value, name)
         if item is _MISSING:
             return None
         step = f"[{name!r}]" if is_item else f".{name}"
-        within = parts_of(item, inner, whole, inside)
-        if within is None and (configs.is_config(item) or configs.is_list(item)):
-            return None
-        found += [(step, item)] if within is None else [(step + more, one) for more, one in within]
-    around += [value, *inside]
+        within = parts_of(item, inner, whole)
+        if within is None:
+            if configs.is_config(item) or configs.is_list(item):
+                return None
+            found.parts.append((step, item))
+        else:
+            found.parts.extend((step + more, one) for more, one in within.parts)
+            found.around.extend(within.around)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 import json
 import os
 import re
@@ -270,23 +271,29 @@ def _read_rows(dataset: datasets.Dataset, done: Callable[[int], object]) -> Iter
         done(table.num_rows)
 
 
-class _ExactJson(datasets.Json):  # type: ignore[misc]
-    """JSON of any form. `datasets` reads it with a parser that keeps 15 digits of a float."""
-
-    def decode_example(self, example_data: str | None, token_per_repo_id: Any = None) -> Any:
-        return None if example_data is None else json.loads(example_data)
-
-
 def _with_exact_json(feature: Any) -> Any:
-    """Features, or one of them, with `_ExactJson` in the place of `Json`."""
-    if isinstance(feature, datasets.Json):
-        return _ExactJson(decode=feature.decode)
+    """Features, or one of them, that decode JSON of any form with all digits: the parser of `datasets` keeps
+    15 of a float. Its older releases lack the class `Json`.
+    """
+    kind: Any = type(feature)
+    if kind.__name__ == "Json":
+        return _exact(kind)(decode=feature.decode)
+    if isinstance(feature, list):
+        return [_with_exact_json(one) for one in feature]
     if isinstance(feature, dict):
         inner = {name: _with_exact_json(one) for name, one in feature.items()}
         return datasets.Features(inner) if isinstance(feature, datasets.Features) else inner
-    if isinstance(feature, datasets.LargeList | datasets.Sequence | datasets.List):
+    if hasattr(feature, "feature"):  # of a list, in several classes
         return dataclasses.replace(feature, feature=_with_exact_json(feature.feature))
     return feature
+
+
+@functools.cache
+def _exact(kind: Any) -> Any:
+    def decode_example(self: Any, data: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if data is None else json.loads(data)
+
+    return type(kind.__name__, (kind,), {"decode_example": decode_example})
 
 
 def _to_json(value: object) -> object:

@@ -417,7 +417,7 @@ class Proxy:
 
 @pytest.mark.parametrize("make", [Unset, Proxy])
 def test_code_of_the_users_is_not_run_to_find_a_part(make: type) -> None:
-    assert parts_of(make(), {(Part("a", is_item=False),)}, set(), []) is None
+    assert parts_of(make(), {(Part("a", is_item=False),)}, set()) is None
 
 
 def test_parts_of_parts_count_alone() -> None:
