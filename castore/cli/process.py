@@ -260,7 +260,7 @@ def _run(recipe: Recipe, store: Store, shard: tuple[int, int] | None, as_json: b
             outcome = run(recipe, store=store, shard=shard, progress=steps, exported=rows)
     except (CastoreError, OSError):
         raise
-    except Exception as error:  # a user's operator may raise anything
+    except (Exception, SystemExit) as error:  # a user's operator may raise anything, and call exit()
         raise CastoreError(_blame(error, current.name)) from error
     if as_json:
         print_json(outcome.to_dict())

@@ -43,6 +43,9 @@ def breaks(sample):
         raise RuntimeError("cannot\\nstand 30")
     return sample
 
+def ends(sample):
+    raise SystemExit(3)
+
 def marks(sample):
     with open("marks", "a") as file:
         file.write("x")

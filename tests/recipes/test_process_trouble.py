@@ -45,6 +45,7 @@ IN_ROW = ", in row 30 of the step's input" if sys.version_info >= (3, 11) else "
         ({"steps": ["my_ops.breaks"], "np": 2}, 1,
          (f"step 'breaks' failed at {{place}}/my_ops.py:24{IN_ROW}: RuntimeError: cannot stand 30; "
           "the steps before it are kept")),
+        ({"steps": ["my_ops.ends"]}, 1, "step 'ends' failed at {place}/my_ops.py:28: SystemExit: 3"),
         ({"steps": ["my_ops.Nothing"]}, 2, "recipe.yaml:4: my_ops has no 'Nothing'"),
         ({"steps": ["sys.maxsize"]}, 2, "recipe.yaml:4: sys.maxsize is 9223372036854775807, and no operator"),
         ({"ds_cache_dir": "/proc/nowhere"}, 1, "cannot make a store at /proc/nowhere"),
