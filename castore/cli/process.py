@@ -287,7 +287,7 @@ class _Current:
     name = ""
 
 
-def _blame(error: Exception, step: str) -> str:
+def _blame(error: BaseException, step: str) -> str:
     """A sentence with the step that failed, the line of the user's code, the row, and the error."""
     from castore.adapters.datasets.call_watch import OF_INPUT
 
