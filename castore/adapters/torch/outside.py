@@ -139,7 +139,7 @@ class _Outside(Watch):
             self._note_value(label, (label.split("'")[1],), value)
 
     def settings(self, value: Any, step: str, parts: list[tuple[str, Any, bytes]]) -> None:
-        is_by_attributes = isinstance(value, _CODE) or _has_plain_attributes(type(value))
+        is_by_attributes = isinstance(value, _CODE) or _plain_attributes(value) is not None
         if not self._modules or step.startswith(" -> closure ") or is_by_attributes:
             # Other functions may write to a part: `reads` needs all of them.
             self.reference(value, step, b"")
