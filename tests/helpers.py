@@ -233,3 +233,15 @@ def object_files(store: Store) -> list[Path]:
     """Every loose object and temporary file on disk."""
     found = [path for path in (store.path / "objects").glob("??/*") if path.is_file()]
     return sorted(found + list((store.path / "tmp").iterdir()))
+
+
+def statements_of(store: Store, act: Callable[[], object]) -> list[str]:
+    """The statements that ``act`` has SQLite run for this thread, with their values."""
+    asked: list[str] = []
+    db = store.index.connection()
+    db.set_trace_callback(asked.append)
+    try:
+        act()
+    finally:
+        db.set_trace_callback(None)
+    return asked

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from castore import Store
+from tests.helpers import statements_of
 
 GROWING = re.compile(r"SCAN (entries|blobs|checksums|places|e|b|p)\b")
 
@@ -28,15 +29,10 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def scans(store: Store, act: Callable[[], object]) -> list[str]:
     """The statements of ``act`` that read a growing table from end to end, after what SQLite says of them."""
-    asked: list[str] = []
-    db = store.index.connection()
-    db.set_trace_callback(asked.append)
-    try:
-        act()
-    finally:
-        db.set_trace_callback(None)
-    statements = [sql for sql in dict.fromkeys(asked) if re.match("SELECT|INSERT|UPDATE|DELETE|WITH", sql)]
+    asked = dict.fromkeys(statements_of(store, act))
+    statements = [sql for sql in asked if re.match("SELECT|INSERT|UPDATE|DELETE|WITH", sql)]
     assert statements
+    db = store.index.connection()
     plans = ((sql, row[3]) for sql in statements for row in db.execute(f"EXPLAIN QUERY PLAN {sql}"))
     return [f"{step}: {sql}" for sql, step in plans if GROWING.match(step)]
 

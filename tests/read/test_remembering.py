@@ -11,7 +11,7 @@ import pytest
 
 from castore import Store
 from castore.read import source
-from tests.helpers import flip, in_processes, mixed, noise, payload, text
+from tests.helpers import flip, in_processes, mixed, noise, payload, statements_of, text
 
 #: Packed and compressed, packed and raw, loose and compressed, loose and raw; one of several frames.
 VALUES = {
@@ -36,14 +36,7 @@ def known(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 def questions(store: Store, act: Callable[[], object]) -> int:
     """The number of statements that ``act`` has SQLite run for this thread."""
-    said: list[str] = []
-    db = store.index.connection()
-    db.set_trace_callback(said.append)
-    try:
-        act()
-    finally:
-        db.set_trace_callback(None)
-    return len(said)
+    return len(statements_of(store, act))
 
 
 def elsewhere(store: Store, act: Callable[[Store], object]) -> None:
