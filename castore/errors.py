@@ -122,13 +122,14 @@ class MissingDependencyError(CastoreError, ImportError):
     """An optional package is needed and not installed."""
 
     @classmethod
-    def of(cls, package: str, extra: str) -> MissingDependencyError:
-        """The error for `package`, which `pip install "castore[extra]"` brings.
+    def of(cls, package: str, extra: str | None = None) -> MissingDependencyError:
+        """The error for `package`, which `pip install "castore[extra]"` brings; with None, no extra does.
 
         >>> print(MissingDependencyError.of("pyarrow", "datasets"))
         this needs the package pyarrow; install it with: pip install "castore[datasets]"
         """
-        error = cls(f'this needs the package {package}; install it with: pip install "castore[{extra}]"')
+        what = package if extra is None else f'"castore[{extra}]"'
+        error = cls(f"this needs the package {package}; install it with: pip install {what}")
         error.name = package
         return error
 

@@ -17,7 +17,7 @@ from castore.keys.images import further_facts, further_frames
 from castore.keys.objects import OBJECTS
 from castore.keys.tracing import encode
 from castore.keys.values import LEFT_ON_TENSORS
-from castore.serialize.kinds import MisfitError, is_registered, take_apart
+from castore.serialize.kinds import MisfitError, fields_of, is_registered, take_apart
 from castore.serialize.kinds.images import is_image
 
 _FIXED = frozenset({str, int, float, bool, bytes, type(None)})
@@ -129,7 +129,7 @@ def _fields(value: Any) -> Iterable[tuple[str, Any]]:
         form = take_apart(value)
     except MisfitError:  # the bytes of the value are an error, too
         return ()
-    return () if form is None else form.fields()
+    return () if form is None else fields_of(form)
 
 
 def _problem(value: Any, is_result: bool) -> str | None:

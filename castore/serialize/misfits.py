@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from castore.serialize.kinds import Form, MisfitError, take_apart, way_out
+from castore.serialize.kinds import Form, MisfitError, fields_of, take_apart, way_out
 
 
 def find_misfit(
@@ -37,7 +37,7 @@ def find_misfit(
             if form is None or (is_refused is not None and is_refused(form)):
                 yield path, f"{type(obj)} has no serializer; {way_out(obj)}"
                 return
-            for step, part in form.fields():
+            for step, part in fields_of(form):
                 yield from misfits(part, path + step)
 
     try:

@@ -20,8 +20,8 @@ def corrupt(serializer: str, error: object) -> CorruptError:
     return CorruptError(f"the bytes are no valid {serializer}: {error}", where=f"serializer {serializer}")
 
 
-def need(package: str, extra: str) -> Any:
-    """Import a package, or raise the MissingDependencyError that names the extra to install."""
+def need(package: str, extra: str | None = None) -> Any:
+    """Import a package, or raise the MissingDependencyError that says what to install."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -5,9 +5,12 @@ parts. Parts are plain values or values of other kinds. `castore.serialize.seria
 `castore.adapters.torch` each write forms in their own format, so both accept the same values.
 
 The fixed kinds need no user class: `standard_library` has the standard library's, `numeric` those of NumPy,
-torch and transformers, `images` PIL's, `arrow_tables` pyarrow's, `pandas_times` pandas'. `user_classes` has
-users' named tuples, dataclasses, enums and tensor subclasses. `kind_registry` has the types that users
-explain with `register_type`.
+torch and transformers, `scipy_sparse` SciPy's, `images` PIL's, `arrow_tables` pyarrow's, `pandas_scalars`,
+`pandas_arrays` and `pandas_frames` pandas'. `user_classes` has users' named tuples, dataclasses, enums and
+tensor subclasses. `kind_registry` has the types that users explain with `register_type`.
+
+There is no kind for frames of polars. Its threads do not survive a fork: in a forked worker of a loader that
+gets such a frame, polars waits for ever.
 
 May import: errors, what lies beside it in `serialize`, and the libraries of its kinds, once a program uses
 them.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from castore.serialize.kinds.forms import Form, MisfitError
 from castore.serialize.kinds.kind_registry import (
+    fields_of,
     is_found_by_name,
     is_registered,
     put_together,
@@ -31,6 +35,7 @@ from castore.serialize.kinds.numeric import tensor_problem
 __all__ = [
     "Form",
     "MisfitError",
+    "fields_of",
     "is_found_by_name",
     "is_registered",
     "put_together",

@@ -33,22 +33,10 @@ class Form(NamedTuple):
     detail: str | None
     parts: Any
 
-    def fields(self) -> Iterator[tuple[str, Any]]:
-        """Yield each part as the user knows it: the path from the value, written as code, and the part."""
-        if self.kind not in _WITH_FIELDS:
-            yield "", self.parts
-            return
-        fields, rest = self.parts
-        if self.kind == "tensor":
-            yield "", fields
-            fields = {}
-        for name, part in {**fields, **(rest or {})}.items():
-            yield f".{name}", part
 
-
-#: Kinds whose parts are ``[fields by name, other attributes by name]``; of a tensor, the plain tensor and the
-#: latter.
-_WITH_FIELDS = frozenset({"namedtuple", "dataclass", "tensor"})
+def whole(parts: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a kind as one, at the value's own path."""
+    yield "", parts
 
 
 class Kind(NamedTuple):
@@ -61,6 +49,7 @@ class Kind(NamedTuple):
             Raises MisfitError.
         make: returns a value made of parts, which may be false. Raises any of the exceptions that
             `put_together` handles.
+        fields: yields each part as the user knows it: the path from the value, written as code, and the part.
     """
 
     name: str
@@ -68,6 +57,7 @@ class Kind(NamedTuple):
     attribute: str
     take: Callable[[Any], Any]
     make: Callable[[Any], Any]
+    fields: Callable[[Any], Iterator[tuple[str, Any]]] = whole
 
     def loaded(self) -> type | None:
         """The class if its module is imported, else None."""

@@ -15,18 +15,23 @@ from typing import Any, NamedTuple, TypeVar
 from castore.errors import InvalidValueError, SerializationError
 from castore.serialize.kinds import images, user_classes
 from castore.serialize.kinds.arrow_tables import TABLES
-from castore.serialize.kinds.forms import Form, Kind
+from castore.serialize.kinds.forms import Form, Kind, whole
 from castore.serialize.kinds.numeric import NUMERIC
-from castore.serialize.kinds.pandas_times import PANDAS_TIMES
+from castore.serialize.kinds.pandas_arrays import PANDAS_ARRAYS
+from castore.serialize.kinds.pandas_frames import PANDAS_FRAMES
+from castore.serialize.kinds.pandas_scalars import PANDAS_SCALARS
+from castore.serialize.kinds.scipy_sparse import SCIPY
 from castore.serialize.kinds.standard_library import STANDARD
 
 T = TypeVar("T")
 
 _OWN = "registered"
-_FIXED: dict[str, Kind] = {kind.name: kind for kind in (*STANDARD, *NUMERIC, *TABLES, *PANDAS_TIMES)}
-_KNOWN = {*_FIXED, *user_classes.KINDS, images.KIND}
 #: Kinds whose class was not imported at the last search.
-_waiting: list[Kind] = [*STANDARD, *NUMERIC, *TABLES, *PANDAS_TIMES]
+_waiting: list[Kind] = [
+    *STANDARD, *NUMERIC, *TABLES, *PANDAS_SCALARS, *PANDAS_ARRAYS, *PANDAS_FRAMES, *SCIPY,
+]  # fmt: skip
+_FIXED: dict[str, Kind] = {kind.name: kind for kind in _waiting}
+_KNOWN = {*_FIXED, *user_classes.KINDS, images.KIND}
 _by_class: dict[type, Kind] = {}
 #: Serializers store these as they are, without `take_apart`.
 _PLAIN = (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict)
@@ -123,6 +128,14 @@ def take_apart(value: Any) -> Form | None:
     kind = user_classes.kind_of(cls)
     name = None if kind is None else user_classes.name_of(cls)
     return None if kind is None or name is None else Form(kind, name, user_classes.take(value, kind))
+
+
+def fields_of(form: Form) -> Iterator[tuple[str, Any]]:
+    """Yield each part of a form: the path from the value, as a user would write it, and the part."""
+    if form.kind in user_classes.KINDS:
+        return user_classes.fields_of(form.parts, form.kind)
+    fixed = _FIXED.get(form.kind)
+    return whole(form.parts) if fixed is None else fixed.fields(form.parts)
 
 
 def is_registered(cls: type) -> bool:
@@ -225,10 +238,13 @@ def _plainer() -> Iterator[tuple[type, str]]:
 
 _LIBRARIES = [
     ("torch.nested._internal.nested_tensor", "NestedTensor", "unbind()"),
-    ("pandas", "DataFrame", "pyarrow.Table.from_pandas(...)"),
-    ("pandas", "Series", "to_numpy()"),
+    ("pandas", "DataFrame", "pandas.DataFrame(...)"),
+    ("pandas", "Series", "pandas.Series(...)"),
+    ("pandas", "Index", "pandas.Index(...)"),
+    ("pandas.api.extensions", "ExtensionArray", "to_numpy()"),
+    ("polars", "LazyFrame", "collect().to_arrow()"),
     ("polars", "DataFrame", "to_arrow()"),
-    ("polars", "Series", "to_numpy()"),
+    ("polars", "Series", "to_frame().to_arrow()"),
 ]
 
 _REMEDIES: list[tuple[type, str]] = [

@@ -85,15 +85,23 @@ def _make_namespace(parts: Any) -> Any:
 
 
 def zone_of(value: dt.datetime | dt.time) -> dt.tzinfo | None:
-    """The time zone of a moment.
+    """The time zone of a moment; raises what `known_zone` raises."""
+    remedy = "astimezone(datetime.timezone.utc)" if isinstance(value, dt.datetime) else "replace(tzinfo=None)"
+    return known_zone(value.tzinfo, remedy)
+
+
+def known_zone(zone: dt.tzinfo | None, remedy: str) -> dt.tzinfo | None:
+    """Return the zone if castore knows such zones.
+
+    Args:
+        zone: a time zone, or None.
+        remedy: a method of the zone's owner that takes the zone away, as the error's advice.
 
     Raises:
         MisfitError: castore does not know zones of that library.
     """
-    zone = value.tzinfo
     if zone is None or type(zone) is dt.timezone or type(zone).__module__.partition(".")[0] == "zoneinfo":
         return zone
-    remedy = "astimezone(datetime.timezone.utc)" if isinstance(value, dt.datetime) else "replace(tzinfo=None)"
     raise MisfitError(
         f"has the time zone {zone!r} of {type(zone)}, which castore does not know; convert it with {remedy}"
     )

@@ -345,3 +345,16 @@ _MAKE = {
 }
 #: The kinds of this module.
 KINDS = frozenset(_TAKE)
+
+
+def fields_of(parts: Any, kind: str) -> Iterator[tuple[str, Any]]:
+    """Yield each part as the user knows it: the path from the value, written as code, and the part."""
+    if kind == "enum":
+        yield "", parts
+        return
+    fields, rest = parts
+    if kind == "tensor":
+        yield "", fields
+        fields = {}
+    for name, part in {**fields, **(rest or {})}.items():
+        yield f".{name}", part

@@ -275,7 +275,6 @@ with warnings.catch_warnings():
         (torch.nn.Parameter(torch.ones(1)), "detach()", lambda value: value.detach()),
         (torch.nn.Linear(1, 1), "state_dict()",
         lambda value: {name: part.detach() for name, part in value.state_dict().items()}),
-        (pandas.Series([1, 2]), "to_numpy()", lambda value: value.to_numpy()),
         (io.BytesIO(b"x"), "getvalue()", lambda value: value.getvalue()),
         (array.array("i", [1, 2]), "list(...)", list),
         ({"a": 1}.keys(), "list(...)", list),
@@ -326,14 +325,6 @@ def test_a_table_whose_chunks_have_dictionaries_of_their_own_comes_back() -> Non
     column = pa.chunked_array([pa.array(["x", "y"]).dictionary_encode(), pa.array(["z"]).dictionary_encode()])
     for through in WAYS.values():
         assert through(pa.table({"d": column}))["d"].to_pylist() == ["x", "y", "z"]
-
-
-def test_a_table_of_pandas_is_kept_as_arrow_says(store: Store) -> None:
-    frame = pandas.DataFrame({"a": [1, 2]})
-    with pytest.raises(SerializationError, match=r"^value: .*pyarrow\.Table\.from_pandas\(\.\.\.\)"):
-        store.save("x", frame)
-    store.save("x", pa.Table.from_pandas(frame))
-    assert store.load("x").to_pandas().equals(frame)
 
 
 def test_what_msgpack_would_write_by_itself_is_no_disguise() -> None:

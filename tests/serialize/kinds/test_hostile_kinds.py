@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from castore import CorruptError, SerializationError
 from castore.adapters.torch import samples
 from castore.adapters.torch.samples import pack, unpack
 from castore.serialize import serializers
-from castore.serialize.kinds import Form
+from castore.serialize.kinds import Form, take_apart
 from castore.serialize.serializers import dump, load
 from tests.serialize.kinds.values import VALUES
 from tests.warm import WarmPython
@@ -79,7 +81,7 @@ class Lie:
 
 
 def _told(form: Form) -> Callable[[Any], Form | None]:
-    return lambda value: form if type(value) is Lie else None
+    return lambda value: form if type(value) is Lie else take_apart(value)
 
 
 def as_record(form: Form) -> Callable[[], Any]:
@@ -171,6 +173,79 @@ LIES: dict[str, Form] = {
         "torch.sparse", None, ["sparse_csr", [2, 3], [torch.tensor([0, 1, 99]), torch.tensor([0, 9])],
         torch.ones(2), True]
     ),
+    "frame of a number": Form("pandas.frame", None, 5),
+    "frame of three rows and two": Form(
+        "pandas.frame", None, [pd.Index(["a", "b"]), pd.RangeIndex(3), [np.zeros(3), np.zeros(2)], {}, True]
+    ),
+    "frame without a label": Form(
+        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(3), [np.zeros(3), np.zeros(3)], {}, True]
+    ),
+    "frame of labels that are a list": Form(
+        "pandas.frame", None, [["a"], pd.RangeIndex(1), [np.zeros(1)], {}, True]
+    ),
+    "frame of squares": Form(
+        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(2), [np.zeros((2, 2))], {}, True]
+    ),
+    "frame of text": Form("pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(1), ["x"], {}, True]),
+    "labels twice where once is told": Form(
+        "pandas.frame", None, [pd.Index(["a", "a"]), pd.RangeIndex(1), [np.zeros(1)] * 2, {}, False]
+    ),
+    "series of a frame": Form("pandas.series", None, [pd.RangeIndex(1), pd.DataFrame([1]), None, {}, True]),
+    "rows of a range of text": Form("pandas.range_index", None, ["0", 2, 1, None]),
+    "range without steps": Form("pandas.range_index", None, [0, 5, 0, None]),
+    "level that is not there": Form(
+        "pandas.multi_index", None, [[pd.Index([1])], [np.array([0, 5], "i1")], [None]]
+    ),
+    "more codes than levels": Form("pandas.multi_index", None, [[], [np.array([0], "i1")], [None]]),
+    "frequency of other times": Form(
+        "pandas.time_index", None, [np.array(["2024-01-01", "2024-01-05"], "M8[ns]"), None, "h"]
+    ),
+    "frequency that is none": Form(
+        "pandas.time_index", None, [np.array(["2024-01-01"], "M8[ns]"), None, "moon"]
+    ),
+    "category that is not there": Form(
+        "pandas.categorical", None, [np.array([7], "i1"), pd.Index(["a"]), False]
+    ),
+    "category below none": Form("pandas.categorical", None, [np.array([-7], "i1"), pd.Index(["a"]), False]),
+    "categories twice": Form("pandas.categorical", None, [np.array([0], "i1"), pd.Index(["a", "a"]), False]),
+    "times by the year": Form("pandas.datetimes", None, [np.array(["2024"], "M8[Y]"), None]),
+    "times of numbers": Form("pandas.timedeltas", None, np.zeros(3)),
+    "period of no frequency": Form("pandas.periods", None, [np.zeros(3, "i8"), "moon"]),
+    "intervals of two lengths": Form("pandas.intervals", None, [pd.Index([1, 2]), pd.Index([2]), "left"]),
+    "interval that ends first": Form("pandas.intervals", None, [pd.Index([2]), pd.Index([1]), "left"]),
+    "interval open at noon": Form("pandas.interval", None, [0, 1, "noon"]),
+    "numbers of another mask": Form("pandas.integers", None, [np.zeros(3, "i8"), np.zeros(2, bool)]),
+    "whole numbers of floats": Form("pandas.integers", None, [np.zeros(3), np.zeros(3, bool)]),
+    "texts of numbers": Form("pandas.strings", None, [[1], "python", True]),
+    "texts kept nowhere": Form("pandas.strings", None, [["a"], "moon", True]),
+    "column of no table": Form("pandas.arrow", None, [1]),
+    "table of another column": Form("pandas.arrow", None, pa.table({"x": [1]})),
+    "sparse array": Form("pandas.sparse", None, [1]),
+    "matrix index outside": Form(
+        "scipy.csr_array", None, [[2, 2], [np.ones(1), np.array([9], "i4"), np.array([0, 1, 1], "i4")]]
+    ),
+    "matrix index below": Form(
+        "scipy.csc_matrix", None, [[2, 2], [np.ones(1), np.array([-1], "i4"), np.array([0, 1, 1], "i4")]]
+    ),
+    "matrix rows that go back": Form(
+        "scipy.csr_array", None, [[2, 2], [np.ones(1), np.array([0], "i4"), np.array([0, 9, 1], "i4")]]
+    ),
+    "matrix of floats for places": Form(
+        "scipy.csr_array", None, [[2, 2], [np.ones(1), np.array([0.5]), np.array([0.0, 1, 1])]]
+    ),
+    "blocks of no size": Form(
+        "scipy.bsr_array", None, [[2, 2], [np.ones((1, 0, 0)), np.array([0], "i4"), np.array([0, 1], "i4")]]
+    ),
+    "coordinates outside": Form(
+        "scipy.coo_array", None, [[2, 2], np.ones(1), [np.array([9]), np.array([0])]]
+    ),
+    "coordinates below": Form(
+        "scipy.coo_matrix", None, [[2, 2], np.ones(1), [np.array([-9]), np.array([0])]]
+    ),
+    "diagonals twice": Form("scipy.dia_array", None, [[2, 2], [np.ones((2, 2)), np.array([0, 0])]]),
+    "matrix of objects": Form("scipy.dia_array", None, [[2, 2], [[1], [2]]]),
+    "matrix of text": Form("scipy.dia_array", None, [["2", 2], [np.ones((1, 2)), np.array([0])]]),
+    "matrix of another form": Form("scipy.lil_array", None, [[2, 2], []]),
     "encodings that are no JSON": Form("transformers.batch_encoding", None, [{}, [b"pickle"], None]),
     "features of a list": Form("transformers.batch_feature", None, [1]),
 }  # fmt: skip

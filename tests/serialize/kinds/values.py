@@ -26,6 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import BatchEncoding, BatchFeature, PreTrainedTokenizerFast
 
+from tests.serialize.kinds.frames import FRAMES, is_frame, same_frames
+
 UTC = dt.timezone.utc
 PARIS = zoneinfo.ZoneInfo("Europe/Paris")
 
@@ -215,7 +217,7 @@ VALUES: list[Any] = [
     _rows, _rows.view(np.recarray), _rows[1], _rows.view(np.recarray)[1], np.void(b"raw"),
     _rows.view(np.dtype((np.record, RECORD))), _rows[:0].view(np.recarray),
     _tokenizer_(["a b", "b"]), _tokenizer_(["a b", "b"], return_tensors="pt", padding=True),
-    _tokenizer_("a"), BatchEncoding({"ids": [1]}), BatchFeature({"pixels": torch.ones(2)}),
+    _tokenizer_("a"), BatchEncoding({"ids": [1]}), BatchFeature({"pixels": torch.ones(2)}), *FRAMES,
 ]  # fmt: skip
 
 
@@ -255,6 +257,8 @@ def same(one: Any, two: Any) -> bool:  # noqa: C901 - one rule for each type
         return _same_tensors(one, two)
     if isinstance(one, enum.Enum) or one is np.ma.masked:
         return one is two
+    if is_frame(one):
+        return same_frames(one, two)
     if isinstance(one, np.ma.MaskedArray):
         return (
             same(np.asarray(one.data), np.asarray(two.data))
