@@ -1,4 +1,4 @@
-"""`castore umount`: ends a mount."""
+"""`castore umount`: ends mounts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from typing import Annotated
 
 import typer
 
+from castore.cli.output import Failures, describe
 from castore.cli.store_access import require_path
+from castore.errors import CastoreError
 
 
 def umount(
-    mountpoint: Annotated[str, typer.Argument(metavar="MOUNTPOINT", help="Where it is mounted.")],
+    mountpoint: Annotated[list[str], typer.Argument(metavar="MOUNTPOINT...", help="Where they are mounted.")],
 ) -> None:
-    """End a mount, live or dead.
+    """End mounts, live or dead.
 
     \b
     castore umount /mnt/data
     """
     from castore_fuse import api
 
-    path = os.path.abspath(require_path(mountpoint, "MOUNTPOINT"))
-    os.chdir("/")  # a working folder inside the mount would keep it busy
-    api.umount(path)
+    paths = [os.path.abspath(require_path(path, "MOUNTPOINT")) for path in mountpoint]
+    os.chdir("/")  # a working folder inside a mount would keep it busy
+    failures = Failures()
+    for path in paths:
+        try:
+            api.umount(path)
+        except CastoreError as error:
+            failures.add(describe(error))
+    failures.finish()

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from blake3 import blake3
+
 from castore.keys.beside_code import BACKEND
 from castore.keys.classes import full_name
 from castore.keys.encoder import Encoder
@@ -22,6 +24,9 @@ from castore.keys.pickled import state_parts
 
 #: Attributes of a `transformers` tokenizer that its use changes, or that only make it faster.
 _NOISE = {"_tokenizer", "cache", "deprecation_warnings", "_in_target_context_manager", "verbose"}
+#: Canonical bytes of the latest rules, by digest of their text, and all else that the bytes depend on.
+_encoded: dict[tuple[bytes, bool, bool], bytes] = {}
+_MOST_ENCODED = 16
 _BASES = {
     "transformers.tokenization_utils_base.PreTrainedTokenizerBase",
     "transformers.tokenization_utils_base.SpecialTokensMixin",
@@ -48,17 +53,36 @@ def _rules(value: Any) -> Iterator[Any]:
 def _transformers(encoder: Encoder, value: Any) -> Iterator[Any]:
     encoder.number(value)
     rules = getattr(value, "_tokenizer", None)
-    parsed = None
-    if rules is not None and hasattr(rules, "to_str"):
-        parsed = json.loads(rules.to_str())
-        if BACKEND not in encoder.marks:
-            parsed.pop("truncation", None)
-            parsed.pop("padding", None)
-    yield from ("transformers tokenizer", encoder.part(type(value)), encoder.part(parsed))
+    text = rules.to_str() if rules is not None and hasattr(rules, "to_str") else "null"
+    yield from ("transformers tokenizer", encoder.part(type(value)), _encoded_rules(encoder, text))
     if getattr(rules, "encode_special_tokens", False):
         yield "encode_special_tokens"
     state = value.__getstate__() if _own_getstate(value) else vars(value)
     yield from state_parts(encoder, {name: item for name, item in state.items() if name not in _NOISE})
+
+
+def _encoded_rules(encoder: Encoder, text: str) -> bytes:
+    """The canonical bytes of a tokenizer's rules, from their JSON."""
+    counts_all = BACKEND in encoder.marks
+    if encoder.watch is not None:  # wants to see each part
+        return encoder.part(_parsed(text, counts_all))
+    # With 120,000 words, parsing and encoding takes seven times as long as asking for the text.
+    digest = blake3(text.encode("utf-8", "surrogatepass")).digest()
+    code = _encoded.get((digest, counts_all, encoder.ordered))
+    if code is None:
+        code = encoder.part(_parsed(text, counts_all))
+        while len(_encoded) >= _MOST_ENCODED:
+            _encoded.pop(next(iter(_encoded)), None)
+        _encoded[digest, counts_all, encoder.ordered] = code
+    return code
+
+
+def _parsed(text: str, counts_all: bool) -> Any:
+    rules = json.loads(text)
+    if not counts_all and rules is not None:
+        rules.pop("truncation", None)
+        rules.pop("padding", None)
+    return rules
 
 
 def _own_getstate(value: Any) -> bool:

@@ -307,6 +307,13 @@ def _table_of_pandas(encoder: Encoder, value: Any) -> Iterator[Any]:
         yield [(name, encoder.part(vars(value)[name], f".{name}")) for name in names]
 
 
+def _sparse_matrix(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # SciPy notes how the entries lie once a method has asked.
+    notes = {"_has_sorted_indices", "_has_canonical_format", "has_canonical_format"}
+    state = {name: item for name, item in vars(value).items() if name not in notes}
+    yield from ("sparse matrix", encoder.part(type(value)), *state_parts(encoder, state))
+
+
 def _stream_of_rows(encoder: Encoder, value: Any) -> Iterator[Any]:
     # Iterating leaves these. A state that was loaded, and says where the stream goes on, counts.
     left = {"_state_dict", "_IterableDataset__hffs_cache"}
@@ -678,6 +685,7 @@ SHARED = Table(
         ("PIL.Image", ("Image",), _image),
         ("PIL.ImageFont", ("FreeTypeFont",), _font),
         ("pandas", ("DataFrame", "Series"), _table_of_pandas),
+        ("scipy.sparse._base", ("_spbase",), _sparse_matrix),
         ("datasets.iterable_dataset", ("IterableDataset", "_BaseExamplesIterable"), _stream_of_rows),
         ("numpy.lib.npyio", ("NpzFile",), _archive),
         ("numpy", ("vectorize",), _vectorized),

@@ -47,6 +47,18 @@ def test_mount_returns_when_files_can_be_read(shell: Shell, store: Store, folder
     assert list(place.iterdir()) == []
 
 
+def test_umount_goes_on_behind_a_place_where_nothing_is_mounted(
+    shell: Shell, store: Store, place: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    assert shell("mount", place).code == shell("mount", other, "--prefix", "data").code == 0
+    ran = shell("umount", place, tmp_path, other)
+    assert (ran.code, ran.out) == (1, "")
+    assert str(tmp_path) in ran.err
+    assert not os.path.ismount(place)
+    assert not os.path.ismount(other)
+
+
 def test_umount_in_the_mount_names_the_shell_and_not_itself(
     shell: Shell, castore: Start, store: Store, place: Path
 ) -> None:

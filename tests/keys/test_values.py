@@ -1076,6 +1076,25 @@ def test_a_tree_that_was_asked_is_the_same(name: str) -> None:
     assert function_fingerprint(other.query) != before
 
 
+@pytest.mark.parametrize("form", ["csr", "csc", "bsr", "coo", "dia", "lil", "dok"])
+def test_a_sparse_matrix_that_was_asked_is_the_same(form: str) -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    matrices = [
+        getattr(sparse, f"{form}_{what}")(np.diag(values))
+        for what in ("array", "matrix") for values in ([1.0, 0, 2], [1.0, 0, 3], [1, 0, 2])
+    ]  # fmt: skip
+
+    def keys() -> list[str]:
+        return [function_fingerprint(functools.partial(len, matrix)) for matrix in matrices]
+
+    before = keys()
+    assert len({*before}) == len(matrices)
+    for matrix in matrices:
+        _ = getattr(matrix, "has_sorted_indices", None), getattr(matrix, "has_canonical_format", None)
+        _ = matrix @ np.ones(3)
+    assert keys() == before
+
+
 def test_what_is_another_in_each_process_without_a_meaning_does_not_count() -> None:
     """A hash of a text in configs of transformers, and NumPy's own generator in distributions of scipy."""
     pytest.importorskip("transformers")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import os
 import re
 import shutil
@@ -78,6 +79,8 @@ SMALL_FILE_BYTES = 64 << 20
 _NAME_LENGTH = 60
 # In a record: the parts of the result's description that are not its input's.
 _OWN_INFO = "own_info"
+#: Bytes that a disk on which a step could not write has left at most: the step writes less than that at once.
+_ROOM = 1 << 30
 
 
 class StepFunction(Protocol):
@@ -454,13 +457,24 @@ def _explain_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if not is_full(error) or not _has_no_room(folder, error):
             raise
         free = shutil.disk_usage(folder).free
         raise FullError(
             f"{no_space_in(folder, error)} ({free} bytes free): a step writes its result there, uncompressed,"
             " before it is stored; free some space, or name another folder with temp_dir"
         ) from error
+
+
+def _has_no_room(folder: Path, error: OSError) -> bool:
+    """Whether an error of a full disk is one of the folder's disk. An operator writes elsewhere, perhaps."""
+    disk = os.statvfs(folder)
+    # A disk may have a limit on the number of files; some, such as btrfs, say none.
+    return (
+        error.errno != errno.ENOSPC
+        or disk.f_bavail * disk.f_frsize < _ROOM
+        or disk.f_favail == 0 < disk.f_files
+    )
 
 
 def run_step(

@@ -136,12 +136,25 @@ class DocumentMinhashDeduplicator(NearDeduplicator):
         import numpy as np
 
         forest = DisjointSets(len(signatures))
-        for band in range(self.num_bands):
-            start = band * self.num_rows_per_band
-            rows = np.ascontiguousarray(signatures[:, start : start + self.num_rows_per_band])
-            for members in group_equal_rows(rows):
-                self._join_alike(signatures, members, forest)
+        # Equal signatures are alike in every band: one of each is compared with the others.
+        is_first = np.ones(len(signatures), bool)
+        for members in group_equal_rows(self._band(signatures, 0)):
+            for places in group_equal_rows(signatures[members]):
+                equal = members[places]
+                is_first[equal[1:]] = False
+                for other in equal[1:]:
+                    forest.join(int(equal[0]), int(other))
+        firsts = np.flatnonzero(is_first)
+        for number in range(self.num_bands):
+            for members in group_equal_rows(self._band(signatures, number)[firsts]):
+                self._join_alike(signatures, firsts[members], forest)
         return forest.leaders()
+
+    def _band(self, signatures: Words, number: int) -> Words:
+        import numpy as np
+
+        start = number * self.num_rows_per_band
+        return np.ascontiguousarray(signatures[:, start : start + self.num_rows_per_band])
 
     def _join_alike(self, signatures: Words, members: npt.NDArray[np.int64], forest: DisjointSets) -> None:
         """Join the members of a bucket whose similarity reaches the threshold."""

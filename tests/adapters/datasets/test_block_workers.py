@@ -271,6 +271,27 @@ def adds(row: dict[str, Any]) -> dict[str, Any]:
     return {"more": row["text"]}
 
 
+def test_a_full_disk_that_an_operator_writes_to_is_not_taken_for_that_of_the_files(
+    store: Store, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    path = str(disk / "more")
+
+    def writes(row: dict[str, Any]) -> dict[str, Any]:
+        Path(path).write_bytes(bytes(1_000_000))
+        return row
+
+    try:
+        with pytest.raises(OSError, match="No space left on device") as raised:
+            cached_map(rows(), writes, store=store)
+        assert not isinstance(raised.value, FullError)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_files_through_which_rows_pass_are_gone_with_the_step(store: Store, log: Path) -> None:
     cached_map(rows(), measure, store=store, num_proc=2)
     assert [path for path in (store.path / layout.WORK).rglob("*") if path.is_file()] == []

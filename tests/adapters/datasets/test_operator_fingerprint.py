@@ -183,6 +183,20 @@ def test_a_tokenizer_of_transformers_that_was_used_is_the_same() -> None:
     assert codes[0] == codes[1] != codes[2]
 
 
+def test_many_tokenizers_each_keep_their_fingerprint() -> None:
+    """More than those whose rules are remembered."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+
+    def made(words: int) -> Any:
+        rules = tokenizers.models.WordLevel({"?": 0, **{f"w{n}": n for n in range(1, words)}}, unk_token="?")
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(rules))
+
+    first = [operator_fingerprint(Operator(made(words))) for words in range(2, 42)]
+    assert [operator_fingerprint(Operator(made(words))) for words in range(2, 42)] == first
+    assert len({*first}) == 40
+
+
 @pytest.mark.parametrize(
     "held",
     [dict(zip("abc", range(3), strict=True)), [1, ("x", {2})], {Tokenizer()}, Tokenizer],
