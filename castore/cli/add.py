@@ -89,7 +89,7 @@ def add(
     options = AddOptions(codec, ttl, _metadata(meta or []), pin)
     options.check()
     if dictionary and codec not in (None, "auto", "zstd"):
-        raise InvalidValueError(f"--dict needs the codec zstd, not {codec}")
+        raise InvalidValueError(f"--dict needs the codec zstd, not {codec}; leave out --codec")
     if dictionary and is_input:
         raise InvalidValueError("--dict is for folders of small files, not for standard input")
     failures = Failures()

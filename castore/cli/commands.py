@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(describe(error) + _permission_advice(error))
         return FAILED
     except UnicodeEncodeError as error:
-        print_error(f"{error.object!r} is not UTF-8")
+        print_error(f"{error.object!r} is not UTF-8; write it in UTF-8")
         return USAGE
     if code == INTERRUPTED:
         print_error("interrupted")

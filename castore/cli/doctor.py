@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore import layout
+from castore.cli.exit_codes import FAILED
 from castore.cli.output import AsJson, abbreviate, plural, print_json, progress, spinner
 from castore.cli.store_access import open_store, store_path
 from castore.units import format_size
@@ -46,7 +47,7 @@ def doctor(
     else:
         _print(findings, rebuilt, path)
     if any(finding.left_to_do for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _examine(path: Path) -> list[Diagnosis]:

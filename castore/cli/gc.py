@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from castore.cli.exit_codes import FAILED
 from castore.cli.output import AsJson, abbreviate, plural, print_error, print_json, spinner
 from castore.cli.store_access import open_store
 from castore.gc import GRACE_SECONDS
@@ -51,7 +52,7 @@ def gc(
             " `castore unpin` entries, or end mounts that were made with --pin; links of `castore watch"
             " --replace` keep their bytes, too"
         )
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _lines(plan: Plan | Collected) -> Iterator[str]:

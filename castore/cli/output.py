@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from castore.cli.exit_codes import FAILED
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -89,7 +91,7 @@ class Failures:
     def finish(self) -> None:
         """End the command with exit code 1 if anything failed."""
         if self.count:
-            raise typer.Exit(1)
+            raise typer.Exit(FAILED)
 
 
 def print_json(value: object) -> None:

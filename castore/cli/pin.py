@@ -44,11 +44,11 @@ def unpin(
     check_names(name)
     with open_store(context) as store:
 
-        def unpin_link(one: str) -> None:
+        def unpin_and_warn(one: str) -> None:
             store.unpin(one)
             _warn_of_link(store, one)
 
-        _apply_to_each(store, unpin_link, name, "unpin", recursive, as_json)
+        _apply_to_each(store, unpin_and_warn, name, "unpin", recursive, as_json)
 
 
 def _warn_of_link(store: Store, name: str) -> None:

@@ -6,29 +6,28 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from castore import Store
 from castore.cli.exit_codes import TERMINATED
-from castore.cli.output import AsJson, console, plural, print_error, print_json, spinner
+from castore.cli.output import AsJson, print_error, print_json, spinner
+from castore.cli.process_bars import CurrentStep, replace_lock_of_bars, step_bars
+from castore.cli.process_report import estimate_lines, print_blame, print_outcome
 from castore.cli.remote_access import parse_shard
 from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
-from castore.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from castore.adapters.datasets import Blame, Estimate, Progress
-    from castore.recipes import Outcome, Recipe
+    from castore.recipes import Recipe
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -140,17 +139,7 @@ def process(
     os.stat(config)  # a wrong path is told at once: the imports below take seconds
     from castore import recipes
 
-    if explain and estimate:
-        raise typer.BadParameter("--explain and --estimate answer two questions; ask one at a time")
-    if blame is not None and (explain or estimate):
-        raise typer.BadParameter("--blame answers a question of its own; ask one at a time")
-    if on not in (None, "ray"):
-        raise typer.BadParameter(f"--on {on}: the only engine is ray")
-    part = None if shard == "job" else parse_shard(shard)
-    if part is not None and on is not None:
-        raise typer.BadParameter("--shard and --on ray both divide the work; give one of them")
-    if address is not None and on is None:
-        raise typer.BadParameter("--address is that of a Ray cluster: give --on ray, too")
+    part = _check_options(explain, estimate, blame, on, shard, address)
     folders = _find_modules(config)
     recipe = recipes.read(config).replace(
         dataset_path=dataset_path,
@@ -178,6 +167,24 @@ def process(
             if on is not None:
                 _run_on_ray(recipe, store, folders, address)
             _run(recipe, store, part, as_json)
+
+
+def _check_options(
+    explain: bool, estimate: bool, blame: int | None, on: str | None, shard: str, address: str | None
+) -> tuple[int, int] | None:
+    """Check that options go together; returns the part of ``--shard``, None for that of the rank."""
+    if explain and estimate:
+        raise typer.BadParameter("--explain and --estimate answer two questions; ask one at a time")
+    if blame is not None and (explain or estimate):
+        raise typer.BadParameter("--blame answers a question of its own; ask one at a time")
+    if on not in (None, "ray"):
+        raise typer.BadParameter(f"--on {on}: the only engine is ray")
+    part = None if shard == "job" else parse_shard(shard)
+    if part is not None and on is not None:
+        raise typer.BadParameter("--shard and --on ray both divide the work; give one of them")
+    if address is not None and on is None:
+        raise typer.BadParameter("--address is that of a Ray cluster: give --on ray, too")
+    return part
 
 
 def _run_on_ray(recipe: Recipe, store: Store, folders: list[str], address: str | None) -> None:
@@ -253,41 +260,22 @@ def _store_of(context: typer.Context, recipe: Recipe, given: str | None) -> Path
 def _run(recipe: Recipe, store: Store, shard: tuple[int, int] | None, as_json: bool) -> None:
     from castore.recipes import process as run
 
-    _replace_lock_of_bars()
-    current = _Current()
+    replace_lock_of_bars()
+    current = CurrentStep()
     try:
-        with _bars(current) as (steps, rows):
+        with step_bars(current) as (steps, rows):
             outcome = run(recipe, store=store, shard=shard, progress=steps, exported=rows)
     except (CastoreError, OSError):
         raise
     except (Exception, SystemExit) as error:  # a user's operator may raise anything, and call exit()
-        raise CastoreError(_blame(error, current.name)) from error
+        raise CastoreError(_describe_failure(error, current.name)) from error
     if as_json:
         print_json(outcome.to_dict())
     else:
-        _draw(outcome, recipe)
+        print_outcome(outcome, recipe)
 
 
-def _replace_lock_of_bars() -> None:
-    """Give tqdm, which `datasets` uses, a lock that no process of Python's own keeps a list of.
-
-    tqdm's own lock has a name from Python 3.14 on, and an interrupted command ends without taking it back.
-    Python's resource tracker then prints a warning behind castore's last line.
-    """
-    from multiprocessing import get_context
-
-    from tqdm import tqdm
-
-    tqdm.set_lock(get_context("fork").RLock())
-
-
-class _Current:
-    """The step that is running."""
-
-    name = ""
-
-
-def _blame(error: BaseException, step: str) -> str:
+def _describe_failure(error: BaseException, step: str) -> str:
     """A sentence with the step that failed, the line of the user's code, the row, and the error."""
     from castore.adapters.datasets.call_watch import OF_INPUT
 
@@ -314,95 +302,6 @@ def _places(error: BaseException) -> list[tuple[str, str]]:
     return places
 
 
-_Bars = tuple[Callable[["Progress"], None], Callable[[int], None]]
-
-
-@contextmanager
-def _bars(current: _Current) -> Iterator[_Bars]:
-    """A bar for each step, and for the export, on a terminal; yields the functions to call with progress."""
-    if not sys.stderr.isatty():
-
-        def note(progress: Progress) -> None:
-            current.name = progress.name
-
-        yield note, lambda rows: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as RichProgress
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"),
-        TimeElapsedColumn(), TextColumn("{task.fields[note]}"),
-    )  # fmt: skip
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[int, Any] = {}
-
-        def steps(progress: Progress) -> None:
-            current.name = progress.name
-            if progress.step not in tasks:
-                title = f"{progress.step + 1}/{progress.steps} {progress.name}"
-                tasks[progress.step] = bars.add_task(title, total=progress.total, note="")
-            note = "from the cache" if progress.report is not None and progress.report.hit else ""
-            bars.update(tasks[progress.step], completed=progress.done, total=progress.total, note=note)
-
-        def rows(count: int) -> None:
-            if -1 not in tasks:
-                tasks[-1] = bars.add_task("exporting", total=None, note="")
-            bars.advance(tasks[-1], count)
-
-        yield steps, rows
-
-
-def _draw(outcome: Outcome, recipe: Recipe) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
-    table.add_column("cache")
-    for name in ("rows run", "reused", "rows out", "seconds", "saved"):
-        table.add_column(name, justify="right", no_wrap=True)
-    found = "checkpoint" if recipe.use_checkpoint else "hit"
-    missed = "miss" if recipe.use_cache and not recipe.use_checkpoint else "run"
-    for step in outcome.steps:
-        table.add_row(
-            step.name,
-            found if step.hit else missed,
-            _rows(step.rows_run),
-            _rows(step.rows_reused),
-            _rows(step.rows_out),
-            f"{step.seconds:.2f}",
-            format_duration(_rounded(step.seconds_saved)) if step.seconds_saved else "-",
-        )
-    console().print(table)
-    for line in _sums(outcome):
-        typer.echo(line)
-
-
-def _rounded(seconds: float) -> float:
-    """Seconds with as many digits as the table has room for."""
-    return round(seconds, 2 if seconds < 1 else 1)
-
-
-def _sums(outcome: Outcome) -> Iterator[str]:
-    if outcome.files_read:
-        saved = format_duration(_rounded(outcome.seconds_saved)) if outcome.seconds_saved else ""
-        kept = f"; the others are kept, and took {saved} when they were read" if saved else ""
-        yield f"{outcome.files_read:,} of {plural(outcome.files, 'file')} read{kept}"
-    stored, logical = (sum(getattr(step, name) for step in outcome.steps) for name in ("stored", "logical"))
-    if stored:
-        yield f"the steps take {format_size(stored)} in the store, {format_size(logical)} uncompressed"
-    yield (
-        f"{plural(outcome.rows_out, 'row')} of {outcome.rows_in:,} in {outcome.export_path} "
-        f"({format_size(outcome.exported)}) after {format_duration(outcome.seconds)}"
-    )
-
-
-def _rows(count: int | None) -> str:
-    return "-" if count is None else f"{count:,}"
-
-
 def _explain(recipe: Recipe, store: Store, as_json: bool) -> None:
     from castore.recipes import explain
 
@@ -420,51 +319,8 @@ def _show_blame(recipe: Recipe, store: Store, row: int, as_json: bool) -> None:
     found = blame(recipe, store, row)
     if as_json:
         print_json(found.to_dict())
-        return
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", no_wrap=not sys.stdout.isatty(), overflow="fold")
-    table.add_column("operator", no_wrap=True)
-    for name in ("row in", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("ran", no_wrap=True)
-    table.add_column("changed", overflow="fold")
-    for step in found.steps:
-        table.add_row(
-            step.name,
-            step.operator[:8],
-            _range(step.rows_in),
-            "-" if step.seconds is None else f"{step.seconds:.2f}",
-            "-" if step.when is None else time.strftime("%m-%d %H:%M", time.localtime(step.when)),
-            "?" if step.changed is None else ", ".join(step.changed) or "-",
-        )
-    console().print(table)
-    for step in found.steps:
-        if step.note:
-            typer.echo(f"{step.name}: {step.note}")
-    typer.echo(f"row {row:,} of the result is {_place(found)}")
-
-
-def _range(rows: tuple[int, int] | None) -> str:
-    if rows is None:
-        return "?"
-    return f"{rows[0]:,}" if rows[0] == rows[1] else f"{rows[0]:,}-{rows[1]:,}"
-
-
-def _place(found: Blame) -> str:
-    """Where a row lies in the input, for people."""
-    source = found.source
-    assert source is not None  # a recipe has it
-    rows = "an unknown row" if found.rows_in is None else f"row {_range(found.rows_in)}"
-    if source.path is None:
-        return f"{rows} of the input; its file is not known: {source.note}"
-    if source.line is not None:
-        return f"{rows} of the input: line {source.line:,} of {source.path}"
-    if source.row is not None:
-        return f"{rows} of the input: row {source.row:,} of {source.path}"
-    return f"{rows} of the input, in {source.path}" + (f": {source.note}" if source.note else "")
+    else:
+        print_blame(found, row)
 
 
 def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:
@@ -474,22 +330,7 @@ def _estimate(recipe: Recipe, store: Store, as_json: bool) -> None:
     if as_json:
         print_json(found.to_dict())
         return
-    for line in _estimate_line(found):
+    for line in estimate_lines(found):
         typer.echo(line)
     for problem in found.problems:
         print_error(problem)
-
-
-def _estimate_line(found: Estimate) -> Iterator[str]:
-    yield f"input    {format_size(found.size):>8}  uncompressed"
-    counts = ((found.mappers, "mapper"), (found.filters, "filter"), (found.deduplicators, "deduplicator"))
-    steps = ", ".join(plural(*count) for count in counts)
-    yield f"formula  {format_size(found.formula):>8}  for {steps}, if every step were kept as it is"
-    yield f"peak     {format_size(found.peak):>8}  by measured sizes ({found.measured} steps) and compression"
-    yield (
-        f"store    {format_size(found.store_needs):>8}  more; {format_size(found.store_free)} are free there"
-    )
-    yield (
-        f"work     {format_size(found.work_needs):>8}  at a time;"
-        f" {format_size(found.work_free)} are free there"
-    )

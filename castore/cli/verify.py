@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from castore.cli.exit_codes import FAILED
 from castore.cli.output import AsJson, abbreviate, plural, print_json, progress
 from castore.cli.store_access import open_store
 from castore.errors import InvalidValueError
@@ -40,7 +41,7 @@ def verify(
     else:
         _print(report, part, repair, store.read_only)
     if report.bad:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _part(sample: str) -> float:

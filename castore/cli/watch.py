@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore.cli.completion import codecs
+from castore.cli.exit_codes import FAILED
 from castore.cli.output import json_text, plural, print_error, printable, progress
 from castore.cli.store_access import require_path, require_store, store_path
 from castore.errors import InvalidValueError, NotFoundError
@@ -98,7 +99,7 @@ def watch(
             _watch(store, WatchedFolder(root, names, str(path)), options, printer, stop)
         printer.finish()
     if restore and printer.failed:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _require_prefix(store: Store, root: str, prefix: str) -> None:

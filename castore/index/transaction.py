@@ -582,7 +582,7 @@ class Write:
         self._announce = True
 
     def execute(self, sql: str, parameters: Iterable[Any] = ()) -> sqlite3.Cursor:
-        """Run a statement of another module of this room (mounts, released rows, rebuilding)."""
+        """Run a statement of another module of this package (mounts, released rows, rebuilding)."""
         return self.db.execute(sql, tuple(parameters))
 
     def executemany(self, sql: str, rows: Iterable[Iterable[Any]]) -> None:

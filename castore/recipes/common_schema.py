@@ -90,7 +90,7 @@ def cast_tables(
 
 
 def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    with add_column(table, schema):
+    with column_named_in_errors(table, schema):
         table = decode_json(table, schema)
         for field in schema:
             if field.name not in table.column_names:  # `datasets` makes no nulls of the type of JSON
@@ -146,8 +146,8 @@ def _decode(name: str, text: str | None) -> str | None:
 
 
 @contextmanager
-def add_column(table: pa.Table, schema: pa.Schema) -> Iterator[None]:
-    """Name the column in errors of a cast, such as of an integer that no fraction equals."""
+def column_named_in_errors(table: pa.Table, schema: pa.Schema) -> Iterator[None]:
+    """Have errors of a cast name the column, such as that of an integer that no fraction equals."""
     try:
         yield
     except (pa.ArrowInvalid, TypeError) as error:

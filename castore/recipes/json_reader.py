@@ -24,8 +24,8 @@ from datasets.packaged_modules.json import json as upstream
 from castore.recipes.common_schema import (
     Neighbours,
     OtherSchemaError,
-    add_column,
     cast_tables,
+    column_named_in_errors,
     decode_json,
 )
 
@@ -244,7 +244,7 @@ class JsonReader(upstream.Json):  # type: ignore[misc]
         schema = self.info.features.arrow_schema
         # Here, for the table that `cast_tables` gets has all columns, in the order of the features.
         (self.around or Neighbours(schema)).check_fits(table.schema)
-        with add_column(table, schema):
+        with column_named_in_errors(table, schema):
             return super()._cast_table(
                 decode_json(table, schema, json_field_paths), json_field_paths=json_field_paths
             )

@@ -99,7 +99,7 @@ class Recipe:
         self.parts()
         for name in ("dataset_path", "export_path", "project_name"):
             if not getattr(self, name) and not (name == "dataset_path" and self.dataset):
-                raise InvalidValueError(f"{name} is empty")
+                raise InvalidValueError(f"{name} is empty; give it a value")
         for name in ("ds_cache_dir", "temp_dir"):
             if getattr(self, name) == "":  # the system takes "" for the working folder
                 raise InvalidValueError(f"{name} is empty; name a folder, or leave it out")
@@ -234,15 +234,14 @@ def parse(text: str, source: str = "recipe") -> Recipe:
 def _make_recipe(values: dict[str, Any], lines: dict[str, list[int]], source: str) -> Recipe:
     given: dict[str, Any] = {}
     columns: dict[str, str] = {}
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str | None, list[str]] = {}
     hints = typing.get_type_hints(Recipe)
     for name, value in values.items():
         key = ALIASES.get(name, name)
         with _error_prefix(f"{source}:{lines[name][0]}"):
             if name in juicer_keys.JUICER_KEYS:
                 if not (name == "export_type" and str(values.get("export_path")).endswith(f".{value}")):
-                    reason = juicer_keys.explain_key(name, value)
-                    reasons.setdefault(reason, []).append(name) if reason else None
+                    reasons.setdefault(juicer_keys.explain_key(name, value), []).append(name)
                 continue
             if name in COLUMN_KEYS:
                 check_type(value, str | None, name)
@@ -264,11 +263,12 @@ def _make_recipe(values: dict[str, Any], lines: dict[str, list[int]], source: st
         given.setdefault("dataset_path", "")
     for name in ("dataset_path", "export_path", "process"):
         if name not in given:
-            raise InvalidValueError(f"{source}: the key {name!r} is missing")
+            raise InvalidValueError(f"{source}: the key {name!r} is missing; add it")
     steps = [
         _parse_step(item, f"{source}:{line}")
         for item, line in zip(given["process"], lines["process"][1:], strict=True)
     ]
+    reasons.pop(None, None)
     notes = tuple(f"{', '.join(names)}: without effect, since {reason}" for reason, names in reasons.items())
     with _error_prefix(source):
         return Recipe(**{**given, "process": steps, "columns": columns, "notes": notes})

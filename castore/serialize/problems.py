@@ -1,4 +1,4 @@
-"""The errors that all formats of this room raise in the same words."""
+"""The errors that all formats of this package raise in the same words."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Python objects to bytes and back, exactly, and without running code from the cache.
 
-`SERIALIZERS` lists bytes, text, msgpack, npy, safetensors, arrow and pickle. msgpack takes all that JSON can
-express, and anywhere inside it tuples, big ints, times, arrays, tensors and values that
+`SERIALIZERS` lists bytes, bytearray, text, msgpack, npy, safetensors, arrow and pickle. msgpack takes all
+that JSON can express, and anywhere inside it tuples, big ints, times, arrays, tensors and values that
 `castore.serialize.kinds` takes apart. Pickle must be allowed by name on both sides.
-`npy`, `safetensors_files` and `arrow` of this room handle arrays, tensors and tables.
+`npy`, `safetensors_files` and `arrow` of this package handle arrays, tensors and tables.
 
 Bytes to load may be hostile. Must never: change an object silently. A part that would not come back with the
 same type and value raises a SerializationError with the path to the part. A few changes are intended: a

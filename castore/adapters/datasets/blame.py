@@ -27,7 +27,7 @@ from castore.adapters.datasets.block_step import BlockStep
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.source_blocks import SourceBlock, source_blocks
 from castore.adapters.datasets.step_plan import PlannedStep
-from castore.adapters.datasets.tables import batch_rows
+from castore.adapters.datasets.tables import row_batches
 
 RowRange = tuple[int, int]
 """The numbers of the first and the last of some rows, from 0."""
@@ -104,7 +104,7 @@ class Blame:
         return dataclasses.asdict(self)
 
 
-class Passed(NamedTuple):
+class RanStep(NamedTuple):
     """A step that has run.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Span(NamedTuple):
     read_out: Callable[[], Iterator[pa.Table]]
 
 
-def trace(passed: Sequence[Passed], row: int) -> Blame:
+def trace(passed: Sequence[RanStep], row: int) -> Blame:
     """Where a row of the last step's result comes from."""
     rows: RowRange | None = (row, row)
     steps: list[BlameStep] = []
@@ -153,7 +153,7 @@ def trace(passed: Sequence[Passed], row: int) -> Blame:
     return Blame(row, rows, steps)
 
 
-def _trace_step(step: Passed, rows: RowRange | None) -> BlameStep:
+def _trace_step(step: RanStep, rows: RowRange | None) -> BlameStep:
     planned = step.planned
     found = BlameStep(
         planned.step.name, planned.step.kind, planned.description.fingerprint, planned.key,
@@ -188,7 +188,7 @@ def _trace_step(step: Passed, rows: RowRange | None) -> BlameStep:
     return dataclasses.replace(found, changed=changed)
 
 
-def _keeps_numbers(step: Passed) -> bool:
+def _keeps_numbers(step: RanStep) -> bool:
     """Whether row number N behind the step is row number N before it."""
     kind, record = step.planned.step.kind, step.record
     if kind not in ("map", "stats") or (kind == "map" and step.planned.step.sees_batches()):
@@ -248,7 +248,7 @@ def _is_text_or_integer(kind: pa.DataType) -> bool:
 # --- rows that ran together ---------------------------------------------------------------------------------
 
 
-def _find_span(step: Passed, rows: RowRange) -> _Span | None:
+def _find_span(step: RanStep, rows: RowRange) -> _Span | None:
     """The rows that ran together with the first of some rows behind a step; None if they are not kept."""
     before, after = step.before, step.after
     if before is None or after is None:
@@ -260,12 +260,12 @@ def _find_span(step: Passed, rows: RowRange) -> _Span | None:
         len(after),
         step_runner.work_seconds(step.record),
         step.when,
-        lambda: _tables(before),
-        lambda: _tables(after),
+        lambda: row_batches(before),
+        lambda: row_batches(after),
     )
 
 
-def _find_block(step: Passed, row: int, after: datasets.Dataset) -> _Span | None:
+def _find_block(step: RanStep, row: int, after: datasets.Dataset) -> _Span | None:
     """The block that a row behind a step was in; None if not all blocks are known."""
     if step.blocks is None:
         return None
@@ -299,10 +299,6 @@ def _reader_of(
     if len(blobs) > file and blobs[file].digest.hex() == result.digest:
         return lambda: iter([table.read_file(file)])
     return lambda: iter([after.with_format("arrow")[first : first + result.rows]])
-
-
-def _tables(dataset: datasets.Dataset) -> Iterator[pa.Table]:
-    return iter(dataset.with_format("arrow").iter(batch_rows(dataset)) if len(dataset) else ())
 
 
 def _row_at(tables: Iterator[pa.Table], place: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Must never keep a result under a key before all of its rows are written.
 from __future__ import annotations
 
 import contextlib
-import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from castore.store import Store
 
 #: The folder of the results of blocks, each named by its key.
 BLOCKS_FOLDER = ".datasets/blocks"
+#: So much of an input suffices to estimate the size of all results.
+_SHOWS_SIZE = 1 / 20
 #: The reason of a step whose results push each other out.
 NO_ROOM = (
     "the store has no room for the results of all blocks, and those that had run ran again, which a larger "
@@ -45,7 +47,8 @@ class BlockResult(NamedTuple):
         size, stored: bytes of the file, uncompressed and in the store.
         reused: whether it was there before.
         loaded: the objects that its operator had loaded; see `operator_state`.
-        rows_reused, seconds_saved: of a result that was not, rows of parts that were, and their time.
+        rows_reused, seconds_saved: of a result that was made now: the rows of its parts that were there
+            before, and the seconds that these parts took.
         seconds: time that the operator took for it; 0 where that is not known.
         when: seconds since the epoch at which it was kept.
         names_files: whether its rows name local files.
@@ -65,6 +68,28 @@ class BlockResult(NamedTuple):
     loaded: Loaded = frozenset()
     rows_reused: int = 0
     seconds_saved: float = 0.0
+
+
+def check_room(store: Store, done: int, whole: int, stored: int) -> None:
+    """Check that results will fit into the store, as far as those that are there show.
+
+    Args:
+        store: the store.
+        done, whole: of the input, so much is done, and so much there is, in rows or bytes.
+        stored: bytes in the store that the results of the done part take.
+
+    Raises:
+        NotInBlocksError: they will not, and later ones would push earlier ones out.
+    """
+    most = store.settings.max_size
+    if most is not None and done >= whole * _SHOWS_SIZE and stored * whole > most * done:
+        raise NotInBlocksError(NO_ROOM)
+
+
+def saved_by(results: Iterable[BlockResult]) -> tuple[int, float]:
+    """The rows that did not run for these results, and the seconds that they took when they ran."""
+    rows = sum(result.rows_in if result.reused else result.rows_reused for result in results)
+    return rows, sum(result.seconds if result.reused else result.seconds_saved for result in results)
 
 
 class NotInBlocksError(Exception):
@@ -164,7 +189,7 @@ def put_result(
             path,
             codec=options.codec,
             level=options.level,
-            ttl=math.inf if options.ttl is None else options.ttl,
+            ttl=options.seconds_to_live,
             metadata={
                 "rows_in": rows_in,
                 "rows": rows,

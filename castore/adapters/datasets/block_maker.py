@@ -27,10 +27,10 @@ import pyarrow as pa
 from castore.adapters.datasets import scratch
 from castore.adapters.datasets.block_claims import Claim
 from castore.adapters.datasets.block_entries import (
-    NO_ROOM,
     BlockResult,
     NotInBlocksError,
     RemembersError,
+    check_room,
     name_again,
     name_of_result,
     put_result,
@@ -60,9 +60,6 @@ from castore.adapters.datasets.named_files import file_states
 from castore.adapters.datasets.operator_state import differ
 from castore.errors import CacheWarning, warn
 from castore.store import Store
-
-# So much of a step suffices to estimate the size of its result.
-_SHOWS_SIZE = 1 / 20
 
 #: Why an operator's step cannot run in processes block by block.
 REMEMBERS = (
@@ -593,14 +590,10 @@ class BlockMaker:
             raise FilesChangedError
 
     def _check_room(self, result: BlockResult) -> None:
-        """Check that all results will fit: later ones would push earlier ones out."""
+        """Check that all results will fit."""
         self._rows_kept += result.rows_in
         self._bytes_kept += result.stored
-        rows, most = len(self._step.dataset), self._store.settings.max_size
-        if most is None or self._rows_kept < rows * _SHOWS_SIZE:
-            return
-        if self._bytes_kept * rows > most * self._rows_kept:
-            raise NotInBlocksError(NO_ROOM)
+        check_room(self._store, self._rows_kept, len(self._step.dataset), self._bytes_kept)
 
 
 @contextlib.contextmanager

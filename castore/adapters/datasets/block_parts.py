@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -341,8 +340,7 @@ class BlockParts:
 
     @property
     def _ttl(self) -> float:
-        given = math.inf if self._options.ttl is None else float(self._options.ttl)
-        return min(given, _SECONDS)
+        return min(self._options.seconds_to_live, _SECONDS)
 
 
 def seconds_of_row(written: Written, rows: int) -> float:

@@ -72,7 +72,7 @@ from castore.store import Store
 from castore.system.job_rank import job_rank
 
 #: The folder of notes about operators that remember rows.
-MEMORY_FOLDER = ".datasets/memory"
+_MEMORY_FOLDER = ".datasets/memory"
 _MEMORY_SECONDS = 30 * 86400.0
 _VERSION = 2
 # Blocks whose results are fetched ahead, if nodes share them.
@@ -487,7 +487,7 @@ def has_memory(store: Store, step: BlockStep) -> bool:
 
 
 def _memory_name(step: BlockStep) -> str:
-    return f"{MEMORY_FOLDER}/{key({'version': _VERSION, 'step': step.counted})}"
+    return f"{_MEMORY_FOLDER}/{key({'version': _VERSION, 'step': step.counted})}"
 
 
 def require_no_memory(step: BlockStep, why: str) -> None:

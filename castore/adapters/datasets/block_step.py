@@ -29,7 +29,7 @@ from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.adapters.datasets.operator_state import Loaded, OperatorState
-from castore.adapters.datasets.tables import rows_name_files
+from castore.adapters.datasets.tables import copy_format, rows_name_files
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
@@ -85,9 +85,8 @@ class BlockStep(NamedTuple):
         is_numbered: whether rows count by their number as well.
         has_features: whether the features of the result are known without running it.
         keeps_count: whether the result has a row for each row.
-        keeps_columns: whether the result has the columns of the input, as a filter's has.
         at_once: rows that the function gets, or works on, at one time.
-        is_awaited: whether the function is a coroutine function, whose calls nobody watches.
+        is_async: whether the function is a coroutine function, whose calls nobody watches.
         num_proc: processes that share the blocks; 1 for this one.
         on_rows: a callback that receives the number of rows done.
         title: the title of the progress bar.
@@ -102,9 +101,8 @@ class BlockStep(NamedTuple):
     is_numbered: bool = False
     has_features: bool = False
     keeps_count: bool = False
-    keeps_columns: bool = False
     at_once: int = 1
-    is_awaited: bool = False
+    is_async: bool = False
     num_proc: int = 1
     on_rows: Callable[[int], object] | None = None
     title: str = "Map"
@@ -241,44 +239,14 @@ def run_block(
     known = None if features is None or features == UNCHANGED else parse_features(features)
     step.state.begin()
     began = time.perf_counter()
-    try:
+    with _mixed_answers_refused(), _no_file_left_open():
         watch = _watch(step, first, len(rows), may_end=may_end)
-        with _no_file_left_open():
-            if tell is not None:
-                tell(_first_features(step, rows, first, file, digits))
-            result = step.run(BlockCall(block, first, known, file, digits, watch))
-    except AttributeError as error:
-        # The first row that a writer is needed for opens it, unless an earlier row got None.
-        if "'NoneType' object has no attribute 'write" in str(error):
-            raise NotInBlocksError(MIXED_ANSWERS) from error
-        raise
-    except (pa.ArrowException, TypeError) as error:
-        if not _is_of_writer(error):
-            raise
-        raise NotInBlocksError(
-            "values of several types are in one column, and how they are cast depends on all rows "
-            f"({error}); convert them in the function"
-        ) from error
-    except KeyError as error:
-        if not _is_of_writer(error, last=True):
-            raise
-        raise NotInBlocksError(
-            f"the function returns the key {error} for some rows only, and what `datasets` makes of that "
-            "depends on all rows; return it for all rows"
-        ) from error
-    except ValueError as error:
-        if not _is_of_writer(error):
-            raise
-        raise NotInBlocksError(
-            f"the results of some rows do not fit those before ({error}), and what `datasets` makes of that "
-            "depends on all rows; return the same keys for all rows"
-        ) from error
+        if tell is not None:
+            tell(_first_features(step, rows, first, file, digits))
+        result = step.run(BlockCall(block, first, known, file, digits, watch))
     if step.at_once == 1 and len(watch.keys) > 1:
         # A further key is dropped, or is an error, by the first of the rows that `datasets` writes at once.
-        raise NotInBlocksError(
-            f"the function returns the key {_rare_key(watch.keys)!r} for some rows only, and what `datasets` "
-            "makes of that depends on all rows; return it for all rows"
-        )
+        raise _rare_key_error(repr(_rare_key(watch.keys)))
     made = _features_of(result, block)
     if features is not None and (made == UNCHANGED) != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)
@@ -298,6 +266,45 @@ def run_block(
     )
 
 
+@contextlib.contextmanager
+def _mixed_answers_refused() -> Iterator[None]:
+    """Refuse a block where `datasets` fails to write results of several forms: with other rows before, it
+    might not.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        # The first row that a writer is needed for opens it, unless an earlier row got None.
+        if "'NoneType' object has no attribute 'write" in str(error):
+            raise NotInBlocksError(MIXED_ANSWERS) from error
+        raise
+    except (pa.ArrowException, TypeError) as error:
+        if not _is_of_writer(error):
+            raise
+        raise NotInBlocksError(
+            "values of several types are in one column, and how they are cast depends on all rows "
+            f"({error}); convert them in the function"
+        ) from error
+    except KeyError as error:
+        if not _is_of_writer(error, last=True):
+            raise
+        raise _rare_key_error(str(error)) from error
+    except ValueError as error:
+        if not _is_of_writer(error):
+            raise
+        raise NotInBlocksError(
+            f"the results of some rows do not fit those before ({error}), and what `datasets` makes of that "
+            "depends on all rows; return the same keys for all rows"
+        ) from error
+
+
+def _rare_key_error(key: str) -> NotInBlocksError:
+    return NotInBlocksError(
+        f"the function returns the key {key} for some rows only, and what `datasets` makes of that depends "
+        "on all rows; return it for all rows"
+    )
+
+
 def _rare_key(keys: Collection[tuple[str, ...]]) -> str:
     """A key that some of several sets of keys lack."""
     every = {key for one in keys for key in one}
@@ -310,8 +317,7 @@ def _as_dataset(step: BlockStep, rows: pa.Table, digits: str) -> datasets.Datase
     block = datasets.Dataset(
         InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
     )
-    for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
-        setattr(block, name, getattr(dataset, name))
+    copy_format(dataset, block)
     return block
 
 
@@ -339,7 +345,7 @@ def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, dig
         TooSlowError: the block takes long.
     """
     early, count = _early_calls(step), -(-GUESS_ROWS // step.at_once) * step.at_once
-    if early is None or step.is_awaited or count >= len(rows):
+    if early is None or step.is_async or count >= len(rows):
         return None
     # The block is slow, not these rows.
     most = step.slow_seconds(len(rows)) * count / len(rows)

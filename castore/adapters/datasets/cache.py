@@ -94,7 +94,10 @@ class DatasetCache:
             FullError, TooLargeError: the dataset does not fit.
         """
         if not isinstance(dataset, _DATASET_TYPES):
-            raise InvalidValueError(f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}")
+            raise InvalidValueError(
+                f"{name!r}: a DatasetCache keeps datasets, not {type(dataset).__name__}; "
+                "make it one, for example with Dataset.from_list(...)"
+            )
         metadata = {"kind": type(dataset).__name__}
         members = {"": dataset}
         if isinstance(dataset, dict):

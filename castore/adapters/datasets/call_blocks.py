@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import math
 import os
 import sys
 import time
@@ -163,7 +162,7 @@ class KeptCalls:
                 dump([block.digests, block.records], "msgpack")[1],
                 codec=self._options.codec,
                 level=self._options.level,
-                ttl=math.inf if self._options.ttl is None else self._options.ttl,
+                ttl=self._options.seconds_to_live,
                 metadata={"calls": len(block.records)},
             )
         except (FullError, TooLargeError) as error:
@@ -289,9 +288,7 @@ class Pass:
         slot, before = self._begin(call), Before.of(arguments, call.packed)
         began = time.perf_counter()
         output = self._function(*arguments, **keywords)
-        seconds = time.perf_counter() - began
-        [record] = self._records(before, arguments, output, [(output, before.held)])
-        self._end(slot, record, seconds)
+        self._take(slot, before, arguments, output, time.perf_counter() - began)
         return output
 
     async def call_async(self, *arguments: Any, **keywords: Any) -> Any:
@@ -304,9 +301,7 @@ class Pass:
         slot, before = self._begin(call), Before.of(arguments, call.packed)
         began = time.perf_counter()
         output = await self._function(*arguments, **keywords)
-        seconds = time.perf_counter() - began
-        [record] = self._records(before, arguments, output, [(output, before.held)])
-        self._end(slot, record, seconds)
+        self._take(slot, before, arguments, output, time.perf_counter() - began)
         return output
 
     def call_rows(self, *arguments: Any, **keywords: Any) -> Any:
@@ -455,6 +450,13 @@ class Pass:
         if call.ends:
             self._new = None
         return slot
+
+    def _take(
+        self, slot: _Slot, before: Before, arguments: Sequence[Any], output: Any, seconds: float
+    ) -> None:
+        """Take the result of one call."""
+        [record] = self._records(before, arguments, output, [(output, before.held)])
+        self._end(slot, record, seconds)
 
     def _records(
         self, before: Before, arguments: Sequence[Any], output: Any, pieces: list[tuple[Any, Sequence[Any]]]

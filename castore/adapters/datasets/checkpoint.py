@@ -203,12 +203,6 @@ class Checkpoint:
             self._store.pin(name)
         return dataset_entries.size_of(self._store, self.name)
 
-    def drop(self) -> None:
-        """Remove the checkpoint and its bytes."""
-        old = self._digests_by_name()
-        self._store.delete_many(old)
-        self._remove_bytes(set(old.values()))
-
     def _digests_by_name(self) -> dict[str, bytes]:
         """The files of the checkpoint, and leftover files of the previous one: name to digest."""
         entries = self._store.entries(self.name)

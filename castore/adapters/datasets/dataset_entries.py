@@ -37,7 +37,7 @@ from castore.adapters.datasets.tables import (
 from castore.adapters.mapped_check import check_object, note_new
 from castore.errors import CorruptError, NotFoundError
 from castore.names import check_name
-from castore.records import LOOSE, Blob, Found
+from castore.records import LOOSE, Blob, Found, has_expired
 from castore.store import Store
 from castore.write.batch import Batch
 
@@ -52,11 +52,18 @@ class DatasetSize(NamedTuple):
 
 
 class StorageOptions(NamedTuple):
-    """Storage options of datasets: codec and level, and the time until they expire."""
+    """Storage options of datasets: codec and level, and the seconds until they expire, or None for never."""
 
     codec: str
     level: int | None = None
     ttl: float | None = None
+
+    @property
+    def seconds_to_live(self) -> float:
+        """As the store takes it: infinite for never. None would be the store's default, which the callers
+        have applied already.
+        """
+        return math.inf if self.ttl is None else float(self.ttl)
 
 
 class DatasetFiles(NamedTuple):
@@ -101,10 +108,7 @@ def put_parts(
     """
     check_name(name)
     started = time.time()
-    # Without expiry, not with the store's default: the callers have already applied that default.
-    batch = store.batch(
-        codec=options.codec, level=options.level, ttl=math.inf if options.ttl is None else options.ttl
-    )
+    batch = store.batch(codec=options.codec, level=options.level, ttl=options.seconds_to_live)
 
     def put() -> None:
         files = [
@@ -217,7 +221,10 @@ def find_files(store: Store, name: str) -> DatasetFiles:
         blobs = {part: found[part].blob for part in names if _is_unexpired(found.get(part))}
         if len(blobs) < len(names):
             missing = next(part for part in names if part not in blobs)
-            raise NotFoundError(f"{missing!r}, a part of the dataset {name!r}, is missing in {store.path}")
+            raise NotFoundError(
+                f"{missing!r}, a part of the dataset {name!r}, is missing in {store.path}; put the "
+                "dataset again"
+            )
         if found[names[0]].blob.digest == blake3(state).digest():
             info = store.get_blob(blobs[names[1]])
             if info is None:
@@ -229,7 +236,7 @@ def find_files(store: Store, name: str) -> DatasetFiles:
 
 
 def _is_unexpired(found: Found | None) -> bool:
-    return found is not None and (found.expires is None or found.expires > time.time())
+    return found is not None and not has_expired(found.expires, time.time())
 
 
 def read_file(store: Store, name: str) -> bytes:

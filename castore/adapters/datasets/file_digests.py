@@ -32,13 +32,14 @@ def file_digest(path: str, store: Store | None, *, without: bytes = b"") -> str:
         without: bytes that do not count at the file's end, if they are there.
 
     Raises:
-        UnhashableError: the file is gone.
+        UnhashableError: the file is gone, or cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UnhashableError(
-            f"the dataset's file {path} cannot be read: {error.strerror}; load the dataset again"
+            f"{path} cannot be hashed: {error.strerror}; make the file readable, or, if it is gone, load the "
+            "dataset again"
         ) from error
     try:
         status = os.fstat(fd)

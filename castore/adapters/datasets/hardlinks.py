@@ -174,7 +174,9 @@ def load(store: Store, name: str) -> datasets.Dataset:
 def _load_table(store: Store, name: str) -> Table:
     found = store.find(name)
     if found is None:
-        raise NotFoundError(f"{name!r}, a part of a dataset, is missing in {store.path}")
+        raise NotFoundError(
+            f"{name!r}, a part of a dataset, is missing in {store.path}; put the dataset again"
+        )
     return load_table(store, name, found.blob)
 
 

@@ -17,7 +17,7 @@ import datasets
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 
-from castore.adapters.datasets.block_entries import BlockResult, NotInBlocksError
+from castore.adapters.datasets.block_entries import BlockResult, NotInBlocksError, saved_by
 from castore.adapters.datasets.block_runner import BlockRun
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_features
 from castore.adapters.datasets.call_watch import EarlyCalls
@@ -67,7 +67,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         EarlyCalls(),
         keeps_count=True,
         at_once=step.rows_at_once(),
-        is_awaited=step.is_awaited(),
+        is_async=step.is_async(),
         **options,
     )
 
@@ -129,9 +129,7 @@ def compute_hashes(
     hashed._info.features = features
     hashed._format_columns = shown_columns(dataset, features)
     hashed._fingerprint = fingerprint
-    rows = sum(result.rows_in if result.reused else result.rows_reused for result in results)
-    seconds = sum(result.seconds if result.reused else result.seconds_saved for result in results)
-    return Hashed(hashed, rows, seconds)
+    return Hashed(hashed, *saved_by(results))
 
 
 def _joined(store: Store, dataset: datasets.Dataset, results: Sequence[BlockResult]) -> Iterator[pa.Table]:

@@ -14,6 +14,7 @@ from datasets.arrow_dataset import DatasetInfoMixin
 from datasets.search import IndexableMixin
 
 from castore.adapters.datasets.named_files import may_name_files
+from castore.adapters.datasets.tables import copy_format
 
 
 class LazyDataset(datasets.Dataset):  # type: ignore[misc]
@@ -113,8 +114,7 @@ class LazyDataset(datasets.Dataset):  # type: ignore[misc]
         plain = datasets.Dataset(
             self._data, info=self._info, split=self._split, fingerprint=self._fingerprint
         )
-        for name in ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns"):
-            setattr(plain, name, getattr(self, name))
+        copy_format(self, plain)
         return _return_dataset, (plain,)
 
 

@@ -222,7 +222,7 @@ class LazyTable(MemoryMappedTable):  # type: ignore[misc]
             )
 
     def decode_batches(self, max_rows: int | None = None) -> Iterator[pa.RecordBatch]:
-        """The rows from the first one on, in batches of at most ``most`` rows, decoded as they are taken."""
+        """The rows from the first one on, in batches of ``max_rows`` at most, decoded as they are taken."""
         done = 0
         for batch in self._source.batches():
             yield from self._cast_batch(batch).to_batches(max_rows)

@@ -36,11 +36,6 @@ from castore.objects.codecs import check_codec
 from castore.store import Store
 from castore.system.worker_processes import allowed
 
-# Arguments that decide where and how the work is done, not its result.
-_IGNORED_ARGUMENTS = {
-    "self", "function", "num_proc", "writer_batch_size", "desc", "load_from_cache_file", "keep_in_memory",
-    "cache_file_name", "suffix_template", "new_fingerprint",
-}  # fmt: skip
 # Arguments of datasets' own cache, which is not used.
 _REPLACED_ARGUMENTS = {
     "load_from_cache_file",
@@ -49,6 +44,8 @@ _REPLACED_ARGUMENTS = {
     "suffix_template",
     "new_fingerprint",
 }
+# Arguments that decide where and how the work is done, not its result.
+_IGNORED_ARGUMENTS = _REPLACED_ARGUMENTS | {"self", "function", "num_proc", "writer_batch_size", "desc"}
 
 
 def cached_map(
@@ -122,19 +119,11 @@ def _run_cached(
     pending_puts.warn()
     store = step_runner.store_or_default(store)
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
-        # A dictionary's defaults are not those of its parts.
-        of_part = _all_arguments(type(dataset), kind, given)
-        has_split = of_part.pop("with_split", False)
-        for name in ("self", "function", "cache_file_names"):
-            of_part.pop(name, None)
-        parts = {}
-        for split, part in dataset.items():
-            called = bind(function, split) if has_split else function
-            parts[split] = _run_cached(kind, part, called, store, fingerprint, codec, rowwise, of_part)
-        return type(dataset)(parts)
+        return _run_each_split(kind, dataset, function, store, fingerprint, codec, rowwise, given)
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         raise InvalidValueError(
-            f"cached_{kind} takes a datasets.Dataset or IterableDataset, not {type(dataset).__name__}"
+            f"cached_{kind} takes a datasets.Dataset or IterableDataset, not {type(dataset).__name__}; "
+            "make it one, for example with Dataset.from_list(...)"
         )
     arguments = _all_arguments(type(dataset), kind, given)
     name = "identity" if function is None else operator_name(function)
@@ -196,6 +185,29 @@ def _run_cached(
     return step_runner.without_large_file(store, step, outcome, dataset.info).dataset
 
 
+def _run_each_split(
+    kind: str,
+    splits: Any,
+    function: Any,
+    store: Store,
+    fingerprint: str | None,
+    codec: str,
+    rowwise: bool,
+    given: dict[str, Any],
+) -> Any:
+    """A dictionary of the results of all splits."""
+    # A dictionary's defaults are not those of its parts.
+    of_part = _all_arguments(type(splits), kind, given)
+    has_split = of_part.pop("with_split", False)
+    for name in ("self", "function", "cache_file_names"):
+        of_part.pop(name, None)
+    parts = {}
+    for split, part in splits.items():
+        called = bind(function, split) if has_split else function
+        parts[split] = _run_cached(kind, part, called, store, fingerprint, codec, rowwise, of_part)
+    return type(splits)(parts)
+
+
 def _in_blocks(
     kind: str,
     dataset: datasets.Dataset,
@@ -217,20 +229,12 @@ def _in_blocks(
         rowwise: as for `cached_map`.
         is_named: whether the caller has said what identifies the function.
     """
+    if not (can_cut(dataset, small=True) and _depends_on_block_alone(function, arguments)):
+        return None
     num_proc = allowed(arguments["num_proc"])
     is_batched, size = arguments["batched"], arguments["batch_size"]
-    if function is None or (is_batched and (size is None or size <= 0)) or not can_cut(dataset, small=True):
-        return None
-    if num_proc < 1:
-        return None  # `map` raises the error
-    is_numbered = arguments["with_indices"]
-    is_async = inspect.iscoroutinefunction(function)
-    if (is_numbered and is_async) or (arguments["with_rank"] and num_proc > 1):
-        return None
+    is_numbered, is_async = arguments["with_indices"], inspect.iscoroutinefunction(function)
     drops = is_batched and bool(arguments.get("drop_last_batch"))
-    if num_proc > 1 and drops:
-        return None
-
     is_rowwise = is_batched and rowwise and not drops
     tried = 0
 
@@ -280,12 +284,23 @@ def _in_blocks(
         EarlyCalls(),
         is_numbered=is_numbered or drops,
         has_features=has_features,
-        keeps_columns=kind == "filter",
         at_once=size if is_batched else AWAITED_ROWS if is_async else 1,
-        is_awaited=is_async,
+        is_async=is_async,
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),
     )
+
+
+def _depends_on_block_alone(function: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a block's result depends on its rows, and the number of its first one, alone."""
+    num_proc, size = allowed(arguments["num_proc"]), arguments["batch_size"]
+    is_batched = arguments["batched"]
+    if function is None or num_proc < 1 or (is_batched and (size is None or size <= 0)):
+        return False  # with less than one process, `map` raises the error
+    if arguments["with_indices"] and inspect.iscoroutinefunction(function):
+        return False
+    drops = is_batched and bool(arguments.get("drop_last_batch"))
+    return num_proc == 1 or not (arguments["with_rank"] or drops)
 
 
 def _try_rowwise(

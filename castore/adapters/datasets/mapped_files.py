@@ -35,7 +35,7 @@ from castore.write.batch import add_staged
 #: The folder of materialised copies, each named by the digest of its blob.
 COPIES_FOLDER = ".datasets/maps"
 #: gc removes a materialised copy after so many seconds even without a budget: it is only a second copy.
-COPY_SECONDS = 7 * 86400.0
+_COPY_SECONDS = 7 * 86400.0
 #: The end of a materialised copy, after the blob's bytes.
 TAIL = b"castore: mapped\n"
 _ATTEMPTS = 5
@@ -179,7 +179,7 @@ def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
     raw = Blob(staged.digest, copy.size, staged.stored, "none", LOOSE, 0)
     metadata = f'{{"of": "{blob.digest.hex()}"}}'
     store.flush()  # gc must not take entries in use for forgotten ones when it makes room
-    expires = time.time() + COPY_SECONDS
+    expires = time.time() + _COPY_SECONDS
     with store.batch() as batch:
         add_staged(batch, lambda _: (EntrySpec(name, "bytes", metadata, expires, False), staged))
     note_new(store, [raw], started)

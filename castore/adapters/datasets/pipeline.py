@@ -20,7 +20,7 @@ import datasets
 
 from castore.adapters.datasets import dataset_entries, disk_space, scratch, step_runner
 from castore.adapters.datasets.background import pending_puts
-from castore.adapters.datasets.blame import Blame, Passed, trace
+from castore.adapters.datasets.blame import Blame, RanStep, trace
 from castore.adapters.datasets.block_entries import NotInBlocksError, RemembersError
 from castore.adapters.datasets.block_runner import BlockRun, bytes_at_once, has_memory, require_no_memory
 from castore.adapters.datasets.block_step import BlockCall, BlockStep, can_cut
@@ -273,7 +273,9 @@ class Pipeline:
         (2, 2)
         """
         if not self.use_cache:
-            raise InvalidValueError("blame reads the results of steps, and this pipeline keeps none")
+            raise InvalidValueError(
+                "blame reads the results of steps, and this pipeline keeps none; make it with use_cache=True"
+            )
         if isinstance(row, bool) or not hasattr(row, "__index__"):
             raise InvalidValueError(f"blame takes the number of a row, from 0, not {row!r}")
         pending_puts.wait()
@@ -299,7 +301,7 @@ class Pipeline:
 
     def _passed(
         self, step: PlannedStep, before: datasets.Dataset | None, after: datasets.Dataset | None
-    ) -> Passed:
+    ) -> RanStep:
         """A step that has run, from what is kept of it."""
         entry = self.store.entry(f"{step.name}/{STATE_FILE}")
         record, when = ({}, None) if entry is None else (entry.metadata, entry.created)
@@ -307,7 +309,7 @@ class Pipeline:
         if before is not None and after is not None:
             cut = _Run(self, before, ProgressMeter(self.steps, None)).in_blocks(step)
         blocks = None if cut is None else (BlockRun(self.store, cut, StorageOptions(self.codec)), cut)
-        return Passed(step, record, when, before, after, blocks)
+        return RanStep(step, record, when, before, after, blocks)
 
     def estimate_space(self, dataset: datasets.Dataset) -> disk_space.Estimate:
         """The disk space of a run over that dataset: by Data-Juicer's formula, and by measured sizes."""
@@ -543,9 +545,8 @@ class _Run:
             EarlyCalls(),
             has_features=is_filter,
             keeps_count=not is_filter and not step.sees_batches(),
-            keeps_columns=is_filter,
             at_once=step.rows_at_once(),
-            is_awaited=step.is_awaited(),
+            is_async=step.is_async(),
             num_proc=allowed(self._pipeline.num_proc),
             on_rows=on_rows,
             title=step.name,
@@ -555,7 +556,7 @@ class _Run:
 
     def run_cached(self) -> PipelineResult:
         """Take every step from the cache, or run and keep it."""
-        pipeline, store = self._pipeline, self._store
+        pipeline = self._pipeline
         planned = pipeline._plan(self._dataset)
         _warn_of_doubts(pipeline.store, planned)
         self._drop_outdated(planned)
@@ -576,36 +577,7 @@ class _Run:
             record |= {} if outcome is None else step_runner.own_description(outcome.record)
             if step.number and (files := self._digest_new_files(self._dataset)):
                 record[_FILES] = files
-            fingerprint, is_deduplicator = fingerprint_of_key(step.key), step.step.kind == "deduplicate"
-            make = (
-                self._deduplicator(step, fingerprint)
-                if is_deduplicator else self._step_maker(step.number, fingerprint)
-            )  # fmt: skip
-            info = _description(self._dataset)
-            run = partial(
-                step_runner.run_or_load,
-                store,
-                step.name,
-                make,
-                record,
-                self._options,
-                rows_in=rows,
-                temp_dir=pipeline.temp_dir,
-                blocks=self.in_blocks(step, small=True),
-                only_if_slow=self.in_blocks(step) is None and allowed(pipeline.num_proc) == 1,
-                info=info,
-                files=self._input_files,
-            )
-            outcome = run(fresh=step is again)
-            if outcome.hit and self._must_remember(planned, step.number + 1, outcome) is not None:
-                outcome = run(fresh=True)  # another process has run it
-            self._has_memory |= bool(outcome.record.get(step_runner.REMEMBERS)) and not outcome.hit
-            if step is planned[-1]:
-                outcome = step_runner.without_large_file(store, step.name, outcome, info)
-            if is_deduplicator and not outcome.hit and self._hashed is not None:
-                outcome = outcome._replace(
-                    rows_reused=self._hashed.rows_reused, seconds_saved=self._hashed.seconds_saved
-                )
+            outcome = self._run_or_load(planned, step, record, fresh=step is again)
             self._dataset = outcome.dataset
             seconds = time.perf_counter() - began
             outcomes.append((step, outcome))
@@ -621,6 +593,47 @@ class _Run:
                     reports[step.number], logical=size.logical, stored=size.stored, key=step.key
                 )
         return PipelineResult(self._dataset, reports)
+
+    def _run_or_load(
+        self, planned: list[PlannedStep], step: PlannedStep, record: dict[str, Any], *, fresh: bool
+    ) -> step_runner.StepOutcome:
+        """The result of a step on the present dataset, which another process may have made meanwhile.
+
+        Args:
+            planned: all steps.
+            step: the one of these that comes next.
+            record: is kept with its result.
+            fresh: run it also if it is kept.
+        """
+        pipeline, info = self._pipeline, _description(self._dataset)
+        fingerprint, is_deduplicator = fingerprint_of_key(step.key), step.step.kind == "deduplicate"
+        run = partial(
+            step_runner.run_or_load,
+            self._store,
+            step.name,
+            self._deduplicator(step, fingerprint)
+            if is_deduplicator
+            else self._step_maker(step.number, fingerprint),
+            record,
+            self._options,
+            rows_in=len(self._dataset),
+            temp_dir=pipeline.temp_dir,
+            blocks=self.in_blocks(step, small=True),
+            only_if_slow=self.in_blocks(step) is None and allowed(pipeline.num_proc) == 1,
+            info=info,
+            files=self._input_files,
+        )
+        outcome = run(fresh=fresh)
+        if outcome.hit and self._must_remember(planned, step.number + 1, outcome) is not None:
+            outcome = run(fresh=True)  # another process has run it
+        self._has_memory |= bool(outcome.record.get(step_runner.REMEMBERS)) and not outcome.hit
+        if step is planned[-1]:
+            outcome = step_runner.without_large_file(self._store, step.name, outcome, info)
+        if is_deduplicator and not outcome.hit and self._hashed is not None:
+            outcome = outcome._replace(
+                rows_reused=self._hashed.rows_reused, seconds_saved=self._hashed.seconds_saved
+            )
+        return outcome
 
     @staticmethod
     def _must_remember(

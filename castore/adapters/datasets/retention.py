@@ -1,4 +1,7 @@
-"""Selects results of a pipeline's steps to remove. Results of the last step of a run are never removed."""
+"""Removes results of a pipeline's steps: those unused for long, or the least recently used over a budget.
+
+Must never: remove the result of a run's last step.
+"""
 
 from __future__ import annotations
 

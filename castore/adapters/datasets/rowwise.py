@@ -1,4 +1,7 @@
-"""Checks of functions that are declared to treat each row of a batch alone."""
+"""Checks of functions that are declared to treat each row of a batch alone.
+
+Must never: take an equal answer for a proof. A sample of rows is tried.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A process has one folder for each place: below the store, where there is room fo
 folder. The folder's name contains the process's id. The folder is removed when the process ends. A killed
 process's folder is removed when the next process makes its own, or with the next gc: it tells that
 process of the kill.
+
+Must never: remove the folder of a live process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ all of its rows are written.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ import pyarrow as pa
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets import dataset_entries, scratch, step_runner
-from castore.adapters.datasets.block_entries import BLOCKS_FOLDER, NO_ROOM, NotInBlocksError, write_result
+from castore.adapters.datasets.block_entries import BLOCKS_FOLDER, NotInBlocksError, check_room, write_result
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.forecast import Piece
@@ -44,8 +43,6 @@ _ATTEMPTS = 3
 # For so long a unit is not tried again that could not be read by itself.
 _REMEMBERED_SECONDS = 30 * 86400.0
 _SMALLEST_TABLE = 1 << 20
-# So much of an input suffices to estimate the size of the rest.
-_SHOWS_SIZE = 1 / 20
 
 
 class DependentFileError(Exception):
@@ -204,10 +201,7 @@ def _keep_units(store: Store, found: Units, options: StorageOptions, work: Path)
                     result = result or _read_unit(store, unit, found.features, options, work)
             kept[number] = result
             size, stored = size + unit.size, stored + result.stored
-            most = store.settings.max_size
-            # Later units would push earlier ones out.
-            if most is not None and size >= total * _SHOWS_SIZE and stored * total > most * size:
-                raise NotInBlocksError(NO_ROOM)
+            check_room(store, size, total, stored)
     except (DependentFileError, FeaturesChangedError, NotInBlocksError, FullError, TooLargeError):
         # The input is kept as a whole then, or with other features, and those rows would be there twice.
         store.delete_many([name for unit in kept if unit is not None for name in unit.new or ()])
@@ -262,9 +256,7 @@ def _read_unit(
 ) -> KeptUnit:
     """Read the files of a unit, and keep their rows."""
     started, began = time.time(), time.perf_counter()
-    # Without expiry, not with the store's default: the caller has already applied that default.
-    ttl = math.inf if options.ttl is None else options.ttl
-    batch = store.batch(codec=options.codec, level=options.level, ttl=ttl)
+    batch = store.batch(codec=options.codec, level=options.level, ttl=options.seconds_to_live)
     blocks: list[tuple[str, int]] = []
     rows: list[int] = []
     new: list[str] = []

@@ -36,7 +36,7 @@ import datasets
 from castore import layout
 from castore.adapters.datasets import dataset_entries, scratch
 from castore.adapters.datasets.background import PendingPut, pending_puts
-from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError, RemembersError
+from castore.adapters.datasets.block_entries import NO_ROOM, NotInBlocksError, RemembersError, saved_by
 from castore.adapters.datasets.block_runner import BlockRun, features_of, has_memory, require_no_memory
 from castore.adapters.datasets.block_step import BlockStep, watch_whole
 from castore.adapters.datasets.call_watch import CallWatch, TooSlowError
@@ -68,7 +68,7 @@ STEPS_FOLDER = "steps"
 #: In a step's record: its operator remembers rows that it has seen.
 REMEMBERS = "remembers"
 # Why an operator sees all rows in one pass from the start.
-AGAIN = "the function remembers rows that it has seen, as an earlier run has found"
+_AGAIN = "the function remembers rows that it has seen, as an earlier run has found"
 # A step whose input's files have changed while it ran, and the seconds after which gc removes its folder.
 _UNKEPT, _UNKEPT_SECONDS = "unkept", 86400.0
 _VERSION = 1
@@ -156,7 +156,7 @@ def _random_digits() -> str:
 def _warn_of_files(name: str) -> None:
     warn(
         f"the result of the step {name!r} is not kept: files that rows of the input name have changed "
-        "while it ran",
+        "while it ran; run it again when nobody writes to them",
         CacheWarning,
     )
 
@@ -209,7 +209,7 @@ def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None)
         warn(f"the cached step {name!r} is damaged and runs again: {error}", CacheWarning)
         return None
     _describe(dataset, record, info)
-    size = known_size(files.size)
+    size = _done_future(files.size)
     return StepOutcome(dataset, True, record, size, record.get("rows_in") or 0, work_seconds(record))
 
 
@@ -228,7 +228,7 @@ def work_seconds(record: dict[str, Any]) -> float:
     return float(record.get("work_seconds", record.get("seconds", 0.0)))
 
 
-def known_size(size: dataset_entries.DatasetSize | None) -> Future[dataset_entries.DatasetSize | None]:
+def _done_future(size: dataset_entries.DatasetSize | None) -> Future[dataset_entries.DatasetSize | None]:
     """A future of a size that is known already."""
     future: Future[dataset_entries.DatasetSize | None] = Future()
     future.set_result(size)
@@ -280,7 +280,7 @@ def run_or_load(
     as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info, state, files)
     why, seconds_a_row, in_order = "", None, False
     if blocks is not None and has_memory(store, blocks):
-        blocks, why, in_order = None, AGAIN, True
+        blocks, why, in_order = None, _AGAIN, True
     if blocks is not None and only_if_slow:
         try:
             return as_one(partial(make, watch=watch_whole(blocks)))
@@ -339,7 +339,7 @@ def _run_as_one(
         if files.have_changed():
             _warn_of_files(name)
             snapshot._fingerprint = fingerprint_of_key(_random_digits())
-            return StepOutcome(snapshot, False, record, known_size(None), file=file)
+            return StepOutcome(snapshot, False, record, _done_future(None), file=file)
         lock = stack.pop_all()
     if why:
         warn(
@@ -386,13 +386,12 @@ def _run_in_blocks(
                 ) from error
             continue
         rows = sum(result.rows for result in results)
-        reused = sum(result.rows_in if result.reused else result.rows_reused for result in results)
+        reused, saved = saved_by(results)
         measured: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}
         measured["seconds"] = round(time.perf_counter() - began, 6)
         measured["work_seconds"] = round(sum(result.seconds for result in results), 6)
         measured["features"] = features_of(results)  # a later forecast's guess
         measured |= {REMEMBERS: True} if run.remembers else {}
-        saved = sum(result.seconds if result.reused else result.seconds_saved for result in results)
         options = run.options
         if files.have_changed():
             _warn_of_files(name)

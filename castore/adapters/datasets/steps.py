@@ -43,7 +43,7 @@ _ROW_METHODS = {**BLOCK_KINDS, "deduplicate": "compute_hash"}
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of a step's run; none of them changes the result.
+    """Options of a step's run. The rows of the result are the same with all of them.
 
     Attributes:
         num_proc: processes that share the rows, or None.
@@ -108,9 +108,9 @@ class Step:
         """Rows that the operator gets, or works on, at one time; of the same steps."""
         if self.sees_batches():
             return BATCH_ROWS
-        return AWAITED_ROWS if self.is_awaited() else 1
+        return AWAITED_ROWS if self.is_async() else 1
 
-    def is_awaited(self) -> bool:
+    def is_async(self) -> bool:
         """Whether the operator is a coroutine function."""
         return inspect.iscoroutinefunction(self.operator)
 

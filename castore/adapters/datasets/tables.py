@@ -43,6 +43,8 @@ _BATCH_BYTES = 8 * 1024 * 1024
 # The first rows of a file lie with its schema in the first frame of 256 KiB, if one row is no larger.
 _FIRST_BYTES = 240 * 1024
 _SMALLEST_BATCHES = 1024 * 1024
+# The format of a dataset. `set_format` would give the dataset another fingerprint besides.
+_FORMAT = ("_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
 # A table whose only operation replaced the features' description still equals its file.
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
@@ -257,8 +259,7 @@ def describe_dataset(
     Raises:
         SerializationError: the dataset's format holds a value that JSON cannot hold.
     """
-    names = ("_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
-    state: dict[str, Any] = {name: getattr(dataset, name) for name in names}
+    state: dict[str, Any] = {name: getattr(dataset, name) for name in ("_fingerprint", *_FORMAT)}
     state["_split"] = None if dataset.split is None else str(dataset.split)
     state[ROWS_KEY] = len(dataset) if rows is None else rows
     if names_files:
@@ -301,6 +302,12 @@ def shown_columns(dataset: datasets.Dataset, features: datasets.Features) -> lis
     return sorted(set(features) - hidden)
 
 
+def copy_format(source: datasets.Dataset, target: datasets.Dataset) -> None:
+    """Give a dataset the format of another."""
+    for name in _FORMAT:
+        setattr(target, name, getattr(source, name))
+
+
 def data_file_name(number: int, files: int) -> str:
     """Name of a data file."""
     return f"data-{number:05d}-of-{files:05d}.arrow"
@@ -316,8 +323,7 @@ def assemble(state: bytes, info: bytes, tables: list[Table]) -> datasets.Dataset
         split=None if split is None else datasets.Split(split),
         fingerprint=described["_fingerprint"],
     )
-    # Set without `set_format`, which would give the dataset another fingerprint.
-    for name in ("_format_columns", "_format_kwargs", "_format_type", "_output_all_columns"):
+    for name in _FORMAT:
         setattr(dataset, name, described[name])
     return dataset
 

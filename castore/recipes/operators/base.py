@@ -72,7 +72,8 @@ class Operator:
             return ""
         if not isinstance(text, str):
             raise InvalidValueError(
-                f"{self._name} needs text in the column {self.text_key!r}, not {type(text).__name__}"
+                f"{self._name} needs text in the column {self.text_key!r}, not {type(text).__name__}; set "
+                "text_keys to a column of text"
             )
         return text
 
@@ -104,7 +105,7 @@ class Filter(Operator):
         if not low <= high:
             raise InvalidValueError(
                 f"{names[0]}={low!r} is above {names[1]}={high!r} in {type(self).__name__}: it would keep "
-                "nothing"
+                "nothing; swap the two"
             )
         # Under the user's parameter names: a message about changes shows these names.
         setattr(self, names[0], low)
