@@ -29,7 +29,7 @@ from castore.cli.output import (
     spinner,
 )
 from castore.cli.std_streams import standard_input
-from castore.cli.store_access import store_path
+from castore.cli.store_access import check_text, store_path
 from castore.cli.walk import Source, destinations, find
 from castore.errors import CastoreError, InvalidValueError
 from castore.names import check_name
@@ -219,10 +219,7 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
         key, equals, value = pair.partition("=")
         if not key or not equals:
             raise InvalidValueError(f"--meta {printable(pair)} is not of the form KEY=VALUE")
-        try:
-            pair.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidValueError(f"--meta {printable(pair)} is not UTF-8; write it in UTF-8") from error
+        check_text(pair, "--meta")
         metadata[key] = value
     return metadata
 

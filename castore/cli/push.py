@@ -8,8 +8,8 @@ import typer
 
 from castore.cli.completion import names, refs, remotes
 from castore.cli.output import AsJson, growing_progress, plural, print_json
-from castore.cli.remote_access import check_text, conflicts_reported, count_changes, find_remote, short
-from castore.cli.store_access import open_store
+from castore.cli.remote_access import conflicts_reported, count_changes, find_remote, short
+from castore.cli.store_access import check_text, open_store
 from castore.names import check_prefix
 from castore.units import format_size
 

@@ -10,9 +10,9 @@ import typer
 from castore.cli.completion import remotes
 from castore.cli.exit_codes import FAILED
 from castore.cli.output import AsJson, growing_progress, plural, print_error, print_json, print_table
-from castore.cli.remote_access import check_text, format_local
+from castore.cli.remote_access import format_local
 from castore.cli.std_streams import need_output
-from castore.cli.store_access import open_store
+from castore.cli.store_access import check_text, open_store
 from castore.errors import CorruptError, RemoteDeniedError, RemoteError, RemoteUnreachableError
 from castore.units import format_size
 

@@ -78,19 +78,6 @@ def short(ref: str, commit: str) -> str:
     return f"{ref}@{commit[:8]}"
 
 
-def check_text(text: str, what: str) -> str:
-    """Return ``text``, which must be UTF-8.
-
-    Raises:
-        InvalidValueError: it is not.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidValueError(f"{what} {text!r} is not UTF-8; write it in UTF-8") from error
-    return text
-
-
 def format_local(moment: float) -> str:
     """A time of another machine in this one's zone; "?" if it cannot be one."""
     try:

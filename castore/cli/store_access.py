@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from castore import Store, settings
-from castore.cli.output import quote_word
+from castore.cli.output import printable, quote_word
 from castore.errors import CastoreError, InvalidValueError, NotFoundError, StoreError
 from castore.names import check_name, check_prefix
 from castore.records import LOST, Blob, Entry
@@ -40,6 +40,19 @@ def check_names(given: Sequence[str]) -> None:
         raise InvalidValueError("a NAME is empty; give the names (is a variable unset?)")
     for name in given:
         check_name(name if name == "/" else name.removesuffix("/"))
+
+
+def check_text(text: str, what: str) -> str:
+    """Return ``text``, which must be UTF-8.
+
+    Raises:
+        InvalidValueError: it is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(f"{what} {printable(text)} is not UTF-8; write it in UTF-8") from error
+    return text
 
 
 def require_path(path: str, what: str, kind: str = "folder") -> str:
