@@ -235,6 +235,20 @@ def _done_future(size: dataset_entries.DatasetSize | None) -> Future[dataset_ent
     return future
 
 
+class _Wanted(NamedTuple):
+    """The result that a call of `run_or_load` wants. The fields are that function's arguments."""
+
+    store: Store
+    name: str
+    record: dict[str, Any]
+    options: dataset_entries.StorageOptions
+    rows_in: int
+    temp_dir: str | os.PathLike[str] | None
+    fresh: bool
+    info: datasets.DatasetInfo | None
+    files: InputFiles
+
+
 def run_or_load(
     store: Store,
     name: str,
@@ -277,7 +291,8 @@ def run_or_load(
         return hit
     state, files = None if blocks is None else blocks.state, files or InputFiles(None)
     files.begin()
-    as_one = partial(_run_as_one, store, name, record, options, rows_in, temp_dir, fresh, info, state, files)
+    wanted = _Wanted(store, name, record, options, rows_in, temp_dir, fresh, info, files)
+    as_one = partial(_run_as_one, wanted, state)
     why, seconds_a_row, in_order = "", None, False
     if blocks is not None and has_memory(store, blocks):
         blocks, why, in_order = None, _AGAIN, True
@@ -290,7 +305,7 @@ def run_or_load(
         run = BlockRun(store, blocks, options, temp_dir, fresh=fresh, seconds_a_row=seconds_a_row)
         try:
             with _explain_full(store.path / layout.WORK if temp_dir is None else Path(temp_dir)):
-                return _run_in_blocks(store, name, run, record, info, files)
+                return _run_in_blocks(wanted, run)
         except NotInBlocksError as error:
             why, in_order = str(error), isinstance(error, RemembersError)
             require_no_memory(blocks, why)
@@ -298,45 +313,35 @@ def run_or_load(
 
 
 def _run_as_one(
-    store: Store,
-    name: str,
-    record: dict[str, Any],
-    options: dataset_entries.StorageOptions,
-    rows_in: int,
-    temp_dir: str | os.PathLike[str] | None,
-    fresh: bool,
-    info: datasets.DatasetInfo | None,
-    state: OperatorState | None,
-    files: InputFiles,
-    make: Callable[[Path], datasets.Dataset],
-    why: str = "",
+    wanted: _Wanted, state: OperatorState | None, make: Callable[[Path], datasets.Dataset], why: str = ""
 ) -> StepOutcome:
     """Run a step in one pass over all rows, unless another process has, and store it in the background.
 
     Args:
+        wanted: the result.
         state: of the operator; None where nobody looks.
-        files: of the input.
+        make: runs the step.
         why: the reason, for a warning, if the step was to run block by block.
-
-    The other arguments are those of `run_or_load`.
     """
+    store, name, info = wanted.store, wanted.name, wanted.info
     with contextlib.ExitStack() as stack:
         stack.enter_context(store_locks(store).hold(name, may_move=True))  # `background.py` may end it
-        if not fresh and (hit := load_step(store, name, info)) is not None:
+        if not wanted.fresh and (hit := load_step(store, name, info)) is not None:
             return hit
         if state is not None:
             state.begin()
         began = time.perf_counter()
-        file = scratch.new_file(store, temp_dir)
+        file = scratch.new_file(store, wanted.temp_dir)
         dataset = run_step(make, file, fingerprint_of_key(name.rpartition("_")[2]))
         seconds = time.perf_counter() - began
-        record = {**record, "rows_in": rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
+        measured = {"rows_in": wanted.rows_in, "rows_out": len(dataset), "seconds": round(seconds, 6)}
+        record = {**wanted.record, **measured}
         if state is not None and state.has_changed(now=True):
             record[REMEMBERS] = True
         if info is not None and (own := other_fields(dataset.info, info)):
             record[_OWN_INFO] = sorted({*own, *record.get(_OWN_INFO, ())})
         snapshot = private_copy(dataset)
-        if files.have_changed():
+        if wanted.files.have_changed():
             _warn_of_files(name)
             snapshot._fingerprint = fingerprint_of_key(_random_digits())
             return StepOutcome(snapshot, False, record, _done_future(None), file=file)
@@ -353,7 +358,7 @@ def _run_as_one(
         # The lock is held until others can find the result. The copy keeps a Store open: the caller may close
         # the original at any time.
         with lock, copy.copy(store) as own:
-            return dataset_entries.put_parts(own, name, {"": part}, options, record)
+            return dataset_entries.put_parts(own, name, {"": part}, wanted.options, record)
 
     # Return the snapshot, not the step's own dataset: rows of that one may lie in an array that its caller
     # goes on to change, and its fingerprint would make the next step's key a key of rows that are gone.
@@ -361,19 +366,13 @@ def _run_as_one(
     return _pending_outcome(coming, info, hit=False)
 
 
-def _run_in_blocks(
-    store: Store,
-    name: str,
-    run: BlockRun,
-    record: dict[str, Any],
-    info: datasets.DatasetInfo | None,
-    files: InputFiles,
-) -> StepOutcome:
+def _run_in_blocks(wanted: _Wanted, run: BlockRun) -> StepOutcome:
     """Run a step block by block, and keep it.
 
     Raises:
         NotInBlocksError: the step cannot, or the store has no room for all blocks.
     """
+    store, name = wanted.store, wanted.name
     began = time.perf_counter()
     for attempt in range(_ATTEMPTS):
         try:
@@ -393,20 +392,20 @@ def _run_in_blocks(
         measured["features"] = features_of(results)  # a later forecast's guess
         measured |= {REMEMBERS: True} if run.remembers else {}
         options = run.options
-        if files.have_changed():
+        if wanted.files.have_changed():
             _warn_of_files(name)
             # The blocks have the states that they were made with. Nobody finds the step, nor what follows it.
             name, options = step_name(_UNKEPT, _random_digits()), options._replace(ttl=_UNKEPT_SECONDS)
         part = run.part(results, fingerprint_of_key(name.rpartition("_")[2]))
         try:
             with store_locks(store).hold(name):
-                dataset_entries.put_parts(store, name, {"": part}, options, {**record, **measured})
+                dataset_entries.put_parts(store, name, {"": part}, options, {**wanted.record, **measured})
         except NotFoundError:
             continue  # gc took a block meanwhile
         except (FullError, TooLargeError) as error:
             raise NotInBlocksError(NO_ROOM) from error
         # It reads the files: a block may be damaged.
-        if (outcome := load_step(store, name, info)) is not None:
+        if (outcome := load_step(store, name, wanted.info)) is not None:
             return outcome._replace(hit=False, rows_reused=reused, seconds_saved=saved)
         run.take_kept()
     raise NotInBlocksError(
