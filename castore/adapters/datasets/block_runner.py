@@ -62,9 +62,9 @@ from castore.adapters.datasets.block_step import (
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import features_text, format_digest
-from castore.adapters.datasets.private_copies import own_copy
+from castore.adapters.datasets.descriptions import result_like
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
-from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, shown_columns
+from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
 from castore.adapters.mapped_check import note_new
 from castore.errors import FullError, InvalidValueError, TooLargeError
 from castore.keys.encoder import key
@@ -456,12 +456,7 @@ class BlockRun:
             results: the results of all blocks, in order.
             fingerprint: the fingerprint of the result.
         """
-        dataset = self._step.dataset
-        template = own_copy(dataset)
-        template._info.features = self.features_of(results)
-        template._fingerprint = fingerprint
-        # Also where the columns stay: `flatten` leaves names in the format that are no columns any more.
-        template._format_columns = shown_columns(dataset, template._info.features)
+        template = result_like(self._step.dataset, self.features_of(results), fingerprint)
         rows = sum(result.rows for result in results)
         names_files = any(result.names_files for result in results)
         return DatasetPart(

@@ -26,10 +26,11 @@ from datasets.table import InMemoryTable
 from castore.adapters.datasets.block_entries import NotInBlocksError, write_result
 from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.cutting import Cut, is_small
+from castore.adapters.datasets.descriptions import copy_format
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.adapters.datasets.operator_state import Loaded, OperatorState
-from castore.adapters.datasets.tables import copy_format, rows_name_files
+from castore.adapters.datasets.tables import rows_name_files
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")

@@ -23,11 +23,11 @@ from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_fea
 from castore.adapters.datasets.call_watch import EarlyCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
+from castore.adapters.datasets.descriptions import result_like
 from castore.adapters.datasets.operator_state import OperatorState
-from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step, hash_rows
 from castore.adapters.datasets.table_digest import table_digest
-from castore.adapters.datasets.tables import shown_columns, table_in_memory, table_mapped
+from castore.adapters.datasets.tables import table_in_memory, table_mapped
 from castore.store import Store
 
 
@@ -124,11 +124,8 @@ def compute_hashes(
         for table in _joined(store, dataset, results):
             writer.write_table(table)
         writer.finalize(close_stream=False)
-    hashed = own_copy(dataset)
+    hashed = result_like(dataset, features, fingerprint)
     hashed._data, hashed._indices = table_mapped(str(file)), None
-    hashed._info.features = features
-    hashed._format_columns = shown_columns(dataset, features)
-    hashed._fingerprint = fingerprint
     return Hashed(hashed, *saved_by(results))
 
 

@@ -13,8 +13,8 @@ import datasets
 from datasets.arrow_dataset import DatasetInfoMixin
 from datasets.search import IndexableMixin
 
+from castore.adapters.datasets.descriptions import copy_format
 from castore.adapters.datasets.named_files import may_name_files
-from castore.adapters.datasets.tables import copy_format
 
 
 class LazyDataset(datasets.Dataset):  # type: ignore[misc]

@@ -15,12 +15,12 @@ from typing import Any
 import datasets
 
 from castore.adapters.datasets.dataset_fingerprint import dataset_fingerprint
+from castore.adapters.datasets.descriptions import description_text
 from castore.adapters.datasets.operator_keys import operator_fingerprint
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.step_runner import step_key
-from castore.adapters.datasets.tables import description_text
 from castore.system.forks import reset_after_fork
 
 

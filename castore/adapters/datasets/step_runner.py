@@ -41,14 +41,13 @@ from castore.adapters.datasets.block_runner import BlockRun, features_of, has_me
 from castore.adapters.datasets.block_step import BlockStep, watch_whole
 from castore.adapters.datasets.call_watch import CallWatch, TooSlowError
 from castore.adapters.datasets.dataset_fingerprint import files_named
+from castore.adapters.datasets.descriptions import describe_like, other_fields
 from castore.adapters.datasets.mapped_files import store_locks
 from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import own_copy, private_copy
 from castore.adapters.datasets.tables import (
-    describe_like,
     fingerprint_of_key,
     make_part,
-    other_fields,
 )
 from castore.errors import (
     CacheWarning,

@@ -11,7 +11,6 @@ Must never write what `datasets.load_from_disk` cannot read.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from datasets.iterable_dataset import ArrowExamplesIterable
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 from datasets.utils.py_utils import asdict
 
+from castore.adapters.datasets.descriptions import FORMAT
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files, names_local_files
 from castore.adapters.datasets.replaced_files import is_in_place
@@ -43,8 +43,6 @@ _BATCH_BYTES = 8 * 1024 * 1024
 # The first rows of a file lie with its schema in the first frame of 256 KiB, if one row is no larger.
 _FIRST_BYTES = 240 * 1024
 _SMALLEST_BATCHES = 1024 * 1024
-# The format of a dataset. `set_format` would give the dataset another fingerprint besides.
-_FORMAT = ("_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
 # A table whose only operation replaced the features' description still equals its file.
 _HARMLESS_REPLAYS = frozenset({"replace_schema_metadata"})
 
@@ -259,7 +257,7 @@ def describe_dataset(
     Raises:
         SerializationError: the dataset's format holds a value that JSON cannot hold.
     """
-    state: dict[str, Any] = {name: getattr(dataset, name) for name in ("_fingerprint", *_FORMAT)}
+    state: dict[str, Any] = {name: getattr(dataset, name) for name in ("_fingerprint", *FORMAT)}
     state["_split"] = None if dataset.split is None else str(dataset.split)
     state[ROWS_KEY] = len(dataset) if rows is None else rows
     if names_files:
@@ -274,38 +272,6 @@ def describe_dataset(
         ) from None
     info = asdict(dataset.info)
     return text.encode(), json.dumps({name: info[name] for name in sorted(info)}, indent=2).encode()
-
-
-def description_text(info: datasets.DatasetInfo) -> str:
-    """A dataset's description, citation, licence and so on, as JSON; not its features."""
-    return json.dumps({**asdict(info), "features": None}, sort_keys=True)
-
-
-def other_fields(one: datasets.DatasetInfo, other: datasets.DatasetInfo) -> list[str]:
-    """The names of the fields in which two descriptions differ, but for the features."""
-    names = [field.name for field in dataclasses.fields(one) if field.name != "features"]
-    return [name for name in names if getattr(one, name) != getattr(other, name)]
-
-
-def describe_like(dataset: datasets.Dataset, info: datasets.DatasetInfo, own: Iterable[str]) -> None:
-    """Describe a dataset as ``info`` does. Its features stay, and so do its ``own`` fields."""
-    given, dataset._info = dataset._info, info.copy()
-    for name in ("features", *own):
-        setattr(dataset._info, name, getattr(given, name))
-
-
-def shown_columns(dataset: datasets.Dataset, features: datasets.Features) -> list[str] | None:
-    """The columns of those features that a dataset's format shows after a map, which shows new ones too."""
-    if dataset._format_columns is None:
-        return None
-    hidden = set(dataset.column_names).difference(dataset._format_columns)
-    return sorted(set(features) - hidden)
-
-
-def copy_format(source: datasets.Dataset, target: datasets.Dataset) -> None:
-    """Give a dataset the format of another."""
-    for name in _FORMAT:
-        setattr(target, name, getattr(source, name))
 
 
 def data_file_name(number: int, files: int) -> str:
@@ -323,7 +289,7 @@ def assemble(state: bytes, info: bytes, tables: list[Table]) -> datasets.Dataset
         split=None if split is None else datasets.Split(split),
         fingerprint=described["_fingerprint"],
     )
-    for name in _FORMAT:
+    for name in FORMAT:
         setattr(dataset, name, described[name])
     return dataset
 
