@@ -50,7 +50,7 @@ def copy_format(source: datasets.Dataset, target: datasets.Dataset) -> None:
 
 
 def result_like(dataset: datasets.Dataset, features: datasets.Features, fingerprint: str) -> datasets.Dataset:
-    """A copy of a step's input with the features and the fingerprint of the result, still without its rows."""
+    """A copy of a step's input with the features and the fingerprint of the result, but not its rows."""
     result = own_copy(dataset)
     result._info.features = features
     result._fingerprint = fingerprint
