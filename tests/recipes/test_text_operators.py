@@ -362,6 +362,29 @@ def test_thousands_of_equal_texts_are_found_quickly() -> None:
     assert set(leaders.tolist()) == {0, 5000}
 
 
+def test_clusters_of_texts_that_repeat_are_those_of_the_pairs_that_share_a_band() -> None:
+    random.seed(3)
+    words = [f"w{number}" for number in range(40)]
+    base = [random.choices(words, k=10) for _ in range(15)]
+    texts = []
+    for _ in range(200):
+        text = list(random.choice(base))
+        if random.random() < 0.5:
+            text[random.randrange(10)] = random.choice(words)
+        texts.append(" ".join(text))
+    op = DocumentMinhashDeduplicator(window_size=1, jaccard_threshold=0.7)
+    signatures = np.stack([op.signature(text) for text in texts])
+    leaders = op.clusters(signatures).tolist()
+    assert len({*leaders}) < len({*texts}) < len(texts)
+    for one in range(len(texts)):
+        for other in range(one):
+            alike = signatures[one] == signatures[other]
+            if alike.all():
+                assert leaders[one] == leaders[other]
+    firsts = [number for number, leader in enumerate(leaders) if number == leader]
+    assert op.clusters(signatures[firsts]).tolist() == list(range(len(firsts)))
+
+
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7, 0.8, 0.95, 1.0])
 def test_bands_miss_few_pairs_at_the_threshold(threshold: float) -> None:
     bands, rows = best_bands(256, threshold)

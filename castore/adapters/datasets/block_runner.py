@@ -62,7 +62,7 @@ from castore.adapters.datasets.block_step import (
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import features_text, format_digest
-from castore.adapters.datasets.descriptions import result_like
+from castore.adapters.datasets.private_copies import result_like
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
 from castore.adapters.mapped_check import note_new

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 import datasets
 
-from castore.adapters.datasets.private_copies import own_copy
-
 #: The attributes that are a dataset's format. `set_format` would give it another fingerprint besides.
 FORMAT = ("_format_columns", "_format_kwargs", "_format_type", "_output_all_columns")
 
@@ -35,7 +33,7 @@ def describe_like(dataset: datasets.Dataset, info: datasets.DatasetInfo, own: It
         setattr(dataset._info, name, getattr(given, name))
 
 
-def _shown_columns(dataset: datasets.Dataset, features: datasets.Features) -> list[str] | None:
+def shown_columns(dataset: datasets.Dataset, features: datasets.Features) -> list[str] | None:
     """The columns of those features that a dataset's format shows after a map, which shows new ones too."""
     if dataset._format_columns is None:
         return None
@@ -47,13 +45,3 @@ def copy_format(source: datasets.Dataset, target: datasets.Dataset) -> None:
     """Give a dataset the format of another."""
     for name in FORMAT:
         setattr(target, name, getattr(source, name))
-
-
-def result_like(dataset: datasets.Dataset, features: datasets.Features, fingerprint: str) -> datasets.Dataset:
-    """A copy of a step's input with the features and the fingerprint of the result, but not its rows."""
-    result = own_copy(dataset)
-    result._info.features = features
-    result._fingerprint = fingerprint
-    # Also where the columns stay: `flatten` leaves names in the format that are no columns any more.
-    result._format_columns = _shown_columns(dataset, features)
-    return result

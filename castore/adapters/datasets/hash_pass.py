@@ -23,8 +23,8 @@ from castore.adapters.datasets.block_step import BlockCall, BlockStep, parse_fea
 from castore.adapters.datasets.call_watch import EarlyCalls
 from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
-from castore.adapters.datasets.descriptions import result_like
 from castore.adapters.datasets.operator_state import OperatorState
+from castore.adapters.datasets.private_copies import result_like
 from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step, hash_rows
 from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import table_in_memory, table_mapped

@@ -17,6 +17,7 @@ import datasets
 import pyarrow as pa
 from datasets.table import ConcatenationTable, InMemoryTable, MemoryMappedTable, Table, concat_tables
 
+from castore.adapters.datasets.descriptions import shown_columns
 from castore.adapters.datasets.tables import arrow_streams
 
 # Columns that were added to those of a mapped file come from memory.
@@ -72,3 +73,13 @@ def _copy_containers(value: Any) -> Any:
     if isinstance(value, list | set):
         return type(value)(_copy_containers(item) for item in value)
     return value
+
+
+def result_like(dataset: datasets.Dataset, features: datasets.Features, fingerprint: str) -> datasets.Dataset:
+    """A copy of a step's input with the features and the fingerprint of the result, but not its rows."""
+    result = own_copy(dataset)
+    result._info.features = features
+    result._fingerprint = fingerprint
+    # Also where the columns stay: `flatten` leaves names in the format that are no columns any more.
+    result._format_columns = shown_columns(dataset, features)
+    return result
