@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from blake3 import blake3
 
-from castore.keys import images
+from castore.keys import images, pandas_tables
 from castore.keys.beside_code import ANNOTATIONS
 from castore.keys.classes import full_name
 from castore.keys.compiled import digest_of_loaded
@@ -297,14 +297,21 @@ def _image(encoder: Encoder, value: Any) -> Iterator[Any]:
         yield name, encoder.part(facts, f".{name}")
 
 
-def _table_of_pandas(encoder: Encoder, value: Any) -> Iterator[Any]:
-    yield from ("object", *object_parts(encoder, value))
-    # Pandas keeps accessors (`.str`) beside the attributes that users set.
-    names = sorted(
-        name for name in vars(value) if not name.startswith("_") and name not in type(value)._accessors
-    )
-    if names:
-        yield [(name, encoder.part(vars(value)[name], f".{name}")) for name in names]
+def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
+    from castore.keys.table_digest import table_digest
+
+    pa = sys.modules["pyarrow"]
+    if isinstance(value, pa.Buffer):
+        yield from ("buffer", blake3(value, max_threads=hash_threads()).digest())
+        return
+    if isinstance(value, pa.RecordBatch):
+        value = pa.Table.from_batches([value])
+    if not isinstance(value, pa.Table):
+        value = pa.table({"": value})
+    yield from ("arrow", table_digest(value))
+    metadata = [value.schema.metadata, *(field.metadata for field in value.schema)]
+    if any(metadata):
+        yield encoder.part(metadata, ".schema.metadata")
 
 
 def _sparse_matrix(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -684,7 +691,11 @@ SHARED = Table(
         ("ctypes", ("_SimpleCData", "Array", "Structure", "Union"), _c_data),
         ("PIL.Image", ("Image",), _image),
         ("PIL.ImageFont", ("FreeTypeFont",), _font),
-        ("pandas", ("DataFrame", "Series"), _table_of_pandas),
+        ("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow),
+        ("pandas", ("DataFrame",), pandas_tables.frame),
+        ("pandas", ("Series",), pandas_tables.series),
+        ("pandas", ("Index",), pandas_tables.index),
+        ("pandas.api.extensions", ("ExtensionArray",), pandas_tables.array),
         ("scipy.sparse._base", ("_spbase",), _sparse_matrix),
         ("datasets.iterable_dataset", ("IterableDataset", "_BaseExamplesIterable"), _stream_of_rows),
         ("numpy.lib.npyio", ("NpzFile",), _archive),

@@ -1,8 +1,8 @@
 """Keys stay what they are: results of an earlier castore are found, and its errors name the same parts.
 
 pins.json has the answers of castore 0.1.0 before its keys came from a registry of types; those for classes
-with annotations are newer, since these count now. For a new case, take
-the row from `python -c "from tests.keys.test_pins import pins; print(pins())"`.
+with annotations are newer, since these count now, and so are those for Arrow's tables, whose chunks do not.
+For a new case, take the row from `python -c "from tests.keys.test_pins import pins; print(pins())"`.
 """
 
 from __future__ import annotations

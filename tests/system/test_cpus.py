@@ -14,7 +14,7 @@ import pytest
 
 import castore
 from castore.adapters.datasets.operator_keys import operator_fingerprint
-from castore.adapters.datasets.table_digest import table_digest
+from castore.keys.table_digest import table_digest
 from castore.objects.encode import hash_file
 
 SIZE = 8_000_000

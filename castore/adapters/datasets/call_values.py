@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from castore.adapters.datasets.object_arrays import put_together, take_apart
 from castore.adapters.datasets.shared_objects import FIXED, find_shared, share
-from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.left_out import facts_left_out
 from castore.errors import CorruptError, SerializationError
+from castore.keys.table_digest import table_digest
 from castore.serialize.serializers import dump, load
 
 _PLAIN = frozenset({dict, list, *FIXED})

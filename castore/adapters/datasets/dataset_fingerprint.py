@@ -28,10 +28,10 @@ from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.mapped_files import TAIL
 from castore.adapters.datasets.named_files import file_states, may_name_files
 from castore.adapters.datasets.operator_keys import HELD, operator_fingerprint
-from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import row_blocks, table_files, tables_that_name_files
 from castore.errors import InvalidValueError
 from castore.keys.encoder import AnyOrder, Encoder, fingerprint
+from castore.keys.table_digest import table_digest
 from castore.store import Store
 from castore.system.mappings import Mappings
 

@@ -26,8 +26,8 @@ from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import result_like
 from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step, hash_rows
-from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
+from castore.keys.table_digest import table_digest
 from castore.store import Store
 
 

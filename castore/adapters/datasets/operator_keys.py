@@ -16,12 +16,10 @@ an array or a model can be changed in place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from blake3 import blake3
 
-from castore.adapters.datasets.table_digest import table_digest
 from castore.errors import UnhashableError
 from castore.keys.encoder import Encoder, Watch
 from castore.keys.functions import orders
@@ -90,23 +88,8 @@ def _large(encoder: Encoder, value: Any) -> bytes | None:
     return encoder.tagged("large array", encoder.part(value.dtype), value.shape, hasher.digest())
 
 
-def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
-    pa = sys.modules["pyarrow"]
-    if isinstance(value, pa.Buffer):
-        yield from ("buffer", blake3(value, max_threads=hash_threads()).digest())
-        return
-    if isinstance(value, pa.RecordBatch):
-        value = pa.Table.from_batches([value])
-    if not isinstance(value, pa.Table):
-        value = pa.table({"": value})
-    yield from ("arrow", table_digest(value))
-    metadata = [value.schema.metadata, *(field.metadata for field in value.schema)]
-    if any(metadata):
-        yield encoder.part(metadata, ".schema.metadata")
-
-
 #: The values that only operators hold. `dataset_fingerprint` adds datasets: a dataset's format
 #: holds what operators hold, so that module builds on this one.
-HELD = Table([("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow)])
+HELD = Table([])
 #: The rules for operators.
 OPERATORS = Rules(HELD, OBJECTS, orders=orders, elements=_large)

@@ -22,9 +22,9 @@ from blake3 import blake3
 from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, file_states, may_name_files
-from castore.adapters.datasets.table_digest import table_digest
 from castore.adapters.datasets.tables import batch_rows, row_blocks
 from castore.keys.encoder import fingerprint
+from castore.keys.table_digest import table_digest
 from castore.records import Blob
 
 # Kept datasets that no step made have files of 128 MiB. A step's files may be large where its rows grew.

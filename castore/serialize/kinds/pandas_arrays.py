@@ -57,6 +57,11 @@ def _numbers(value: Any, kinds: str) -> Any:
     return value
 
 
+def integers(value: Any) -> Any:
+    """Return the value if it is an array of integers, of one dimension; else raise ValueError."""
+    return _numbers(value, "i")
+
+
 def _take_numpy(value: Any) -> Any:
     return take_column(value)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from castore.serialize.kinds.forms import Kind, expect, listed
-from castore.serialize.kinds.pandas_arrays import expect_index, make_column, take_column
-from castore.serialize.kinds.pandas_scalars import make_frequency, need_pandas, take_frequency
+from castore.frame_columns import column_groups
+from castore.serialize.kinds.forms import Kind, MisfitError, expect, listed
+from castore.serialize.kinds.pandas_arrays import expect_index, integers, make_column, take_column
+from castore.serialize.kinds.pandas_scalars import make_frequency, need_pandas, take_frequency, with_frequency
+from castore.serialize.problems import need
 
 # --- indexes ------------------------------------------------------------------------------------------------
 
@@ -38,9 +40,7 @@ def _take_times(value: Any) -> Any:
 
 def _make_times(parts: Any) -> Any:
     *index, frequency = listed(3, parts)
-    made = _make_index(index)
-    made.freq = make_frequency(frequency)  # refuses a frequency that the times do not have
-    return made
+    return with_frequency(_make_index(index), make_frequency(frequency))
 
 
 def _take_range(value: Any) -> Any:
@@ -53,20 +53,34 @@ def _make_range(parts: Any) -> Any:
 
 
 def _take_levels(value: Any) -> Any:
-    return [list(value.levels), list(value.codes), list(value.names)]
+    if (problem := _problem_of_codes(value.levels, value.codes)) is not None:
+        raise MisfitError(f"is a MultiIndex that pandas has broken: {problem}; make it anew")
+    return [list(value.levels), list(value.codes), list(value.names), value.sortorder]
 
 
 def _make_levels(parts: Any) -> Any:
-    levels, codes, names = listed(3, parts)
-    return need_pandas().MultiIndex(
-        levels=[expect_index(level) for level in expect(list, levels)],
-        codes=[make_column(numbers) for numbers in expect(list, codes)],
-        names=expect(list, names),
-    )
+    levels, codes, names, order = listed(4, parts)
+    levels = [expect_index(level) for level in expect(list, levels)]
+    codes = [integers(numbers) for numbers in expect(list, codes)]
+    if (problem := _problem_of_codes(levels, codes)) is not None:
+        raise ValueError(problem)
+    # With pandas' own check it would replace the codes of levels that are missing values.
+    make = need_pandas().MultiIndex
+    return make(levels, codes, sortorder=order, names=expect(list, names), verify_integrity=False)
+
+
+def _problem_of_codes(levels: Any, codes: Any) -> str | None:
+    """The problem with codes that pandas' compiled functions would trust, or None."""
+    if len({len(numbers) for numbers in codes}) > 1 or len(codes) != len(levels):
+        return "its levels have codes of different numbers"
+    for level, numbers in zip(levels, codes, strict=True):
+        if len(numbers) and not -1 <= numbers.min() <= numbers.max() < len(level):
+            return "a code is that of no level"
+    return None
 
 
 def _levels_fields(parts: Any) -> Iterator[tuple[str, Any]]:
-    for word, part in zip(("levels", "codes", "names"), parts, strict=True):
+    for word, part in zip(("levels", "codes", "names"), parts, strict=False):
         yield f".{word}", part
 
 
@@ -100,31 +114,59 @@ def _column_field(path: str, column: Any) -> tuple[str, Any]:
 
 
 def _take_frame(value: Any) -> Any:
-    columns = [take_column(column.array) for _, column in value.items()]
-    return [value.columns, value.index, columns, *_about(value)]
+    about = _about(value)
+    groups = column_groups(value.set_flags(allows_duplicate_labels=True))
+    return [value.columns, value.index, [[places, take_column(array)] for places, array in groups], *about]
 
 
 def _make_frame(parts: Any) -> Any:
-    labels, index, columns, attrs, unique = listed(5, parts)
-    rows = expect_index(index)
-    series = {place: _series(column, rows) for place, column in enumerate(expect(list, columns))}
-    made = need_pandas().DataFrame(series, index=rows)
-    made.columns = expect_index(labels)
+    pandas = need_pandas()
+    labels, index, groups, attrs, unique = listed(5, parts)
+    rows, names = expect_index(index), expect_index(labels)
+    pieces, order = [], []
+    for group in expect(list, groups):
+        places, column = listed(2, group)
+        order += expect(list, places)
+        pieces.append(_piece(places, column, rows))
+    if sorted(order) != list(range(len(names))):
+        raise ValueError("its columns are not those of its labels")
+    made = pieces[0] if pieces else pandas.DataFrame(index=rows)
+    if len(pieces) > 1:
+        made = pandas.concat(pieces, axis=1)
+    if order != sorted(order):
+        made = made[range(len(names))]
+    made.columns = names
     return _noted(made, attrs, unique)
 
 
+def _piece(places: list[int], column: Any, rows: Any) -> Any:
+    """A frame of the columns of a group, with their places as labels."""
+    numpy, pandas = need("numpy", "datasets"), need_pandas()
+    if type(column) is numpy.ndarray and column.ndim == 2:
+        if column.shape[0] != len(places):
+            raise ValueError(f"{len(places)} columns are written as {column.shape[0]}")
+        return pandas.DataFrame(column.T, index=rows, columns=places, copy=False)
+    [place] = places
+    return _series(column, rows).to_frame(place)
+
+
 def _frame_fields(parts: Any) -> Iterator[tuple[str, Any]]:
-    labels, index, columns, attrs, _ = parts
+    labels, index, groups, attrs, _ = parts
     yield ".columns", labels
     yield ".index", index
-    for label, column in zip(labels, columns, strict=True):
-        yield _column_field(f"[{label!r}]", column)
+    for places, column in groups:
+        yield _column_field(f"[{labels[places[0]]!r}]", column)
     yield ".attrs", attrs
 
 
 def _about(value: Any) -> tuple[dict[Any, Any], bool]:
     """The notes of a series or a frame, and whether one of its labels may occur twice."""
-    return dict(value.attrs), bool(value.flags.allows_duplicate_labels)
+    allows_duplicates = bool(value.flags.allows_duplicate_labels)
+    if not (allows_duplicates or all(axis.is_unique for axis in value.axes)):
+        raise MisfitError(
+            "has a label twice, which its flags forbid; give set_flags(allows_duplicate_labels=True)"
+        )
+    return dict(value.attrs), allows_duplicates
 
 
 def _noted(made: Any, attrs: Any, allows_duplicates: Any) -> Any:

@@ -52,6 +52,18 @@ def make_frequency(parts: Any) -> Any:
     return None if parts is None else need_pandas().tseries.frequencies.to_offset(expect(str, parts))
 
 
+def with_frequency(index: Any, frequency: Any) -> Any:
+    """Give an index of times that frequency. Pandas itself makes indexes that its own check refuses: days of
+    which one begins at 1:00, where no midnight is.
+    """
+    try:
+        index.freq = frequency
+    except ValueError:
+        # Of the index since pandas 3.1, of its array before.
+        (index._data if hasattr(index._data, "freq") else index)._freq = frequency
+    return index
+
+
 # --- scalars ------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,21 @@ def _arrays(parts: Any) -> list[Any]:
     return list(parts)
 
 
+#: Attributes of SciPy's own. The two notes are made again when a method asks.
+_OWN = {
+    "_shape", "maxprint", "data", "indices", "indptr", "coords", "row", "col", "offsets",
+    "_has_sorted_indices", "_has_canonical_format", "has_canonical_format",
+}  # fmt: skip
+
+
+def _check_attributes(value: Any) -> None:
+    others = sorted(set(vars(value)) - _OWN)
+    if others:
+        raise MisfitError(f"has the attribute {others[0]}, which would be lost; keep it beside the matrix")
+
+
 def _take_compressed(value: Any) -> Any:
+    _check_attributes(value)
     return [list(value.shape), [value.data, value.indices, value.indptr]]
 
 
@@ -46,15 +60,20 @@ def _make_compressed(name: str, parts: Any) -> Any:
 
 
 def _take_coordinates(value: Any) -> Any:
-    return [list(value.shape), value.data, [value.row, value.col] if value.ndim == 2 else list(value.coords)]
+    _check_attributes(value)
+    coordinates = [value.row, value.col] if value.ndim == 2 else list(value.coords)
+    return [list(value.shape), value.data, coordinates, bool(value.has_canonical_format)]
 
 
 def _make_coordinates(name: str, parts: Any) -> Any:
-    shape, data, coordinates = listed(3, parts)
-    return _made(name, (*_arrays([data]), tuple(_arrays(coordinates))), shape)
+    shape, data, coordinates, canonical = listed(4, parts)
+    made = _made(name, (*_arrays([data]), tuple(_arrays(coordinates))), shape)
+    made.has_canonical_format = expect(bool, canonical)
+    return made
 
 
 def _take_diagonals(value: Any) -> Any:
+    _check_attributes(value)
     return [list(value.shape), [value.data, value.offsets]]
 
 

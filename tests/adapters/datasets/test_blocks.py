@@ -27,7 +27,7 @@ from castore import Store
 from castore.adapters.datasets import CacheWarning, block_step, cached_filter, cached_map, wait
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from castore.adapters.datasets.cutting import Cut, cut
-from castore.adapters.datasets.table_digest import table_digest
+from castore.keys.table_digest import table_digest
 from tests.adapters.datasets.small_blocks import slow_blocks, small_blocks, told
 from tests.helpers import LONG, flip, payload
 

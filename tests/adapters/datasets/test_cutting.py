@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from castore.adapters.datasets import cutting
 from castore.adapters.datasets.cutting import Cut, cut
-from castore.adapters.datasets.table_digest import table_digest
+from castore.keys.table_digest import table_digest
 from tests.adapters.datasets.small_blocks import BYTES, ROWS, small_blocks
 
 BY_CONTENT = Cut()

@@ -66,7 +66,31 @@ def _with_attrs(frame: Any) -> Any:
 _WIDE = pd.DataFrame(COLUMNS)
 _COO = scipy.sparse.coo_array(np.diag([1.5, 0, 3])[:2])
 
+_MISSING = pd.DataFrame({"a": ["x", None, "x"], "b": [1, 2, 3], "v": [1, 2, 3]})
+_DAYS = pd.date_range("2024-09-05", periods=144, freq="h", tz="UTC").tz_convert("America/Santiago")
+_TWICE = scipy.sparse.coo_array(([1.0, 2.0, 3.0], ([0, 0, 1], [1, 1, 0])), shape=(2, 2))
+
+
+def _summed(matrix: Any) -> Any:
+    matrix.sum_duplicates()
+    return matrix
+
+
+#: Values that pandas' own checks would refuse, or change, if they were made anew.
+UNUSUAL: list[Any] = [
+    pd.Series(1, index=_DAYS).resample("D").sum(),  # a day that begins at 1:00
+    pd.date_range("2020-01-01", periods=4, freq=pd.offsets.BusinessDay(offset=pd.Timedelta("1h"))),
+    pd.date_range("2020", periods=3, freq="ms").as_unit("s"),
+    _MISSING.groupby(["a", "b"], dropna=False)["v"].sum(), _MISSING["a"].value_counts(dropna=False),
+    pd.DataFrame({"a": [1, 2, 3], "b": [4, 5, 6]}, index=[1.0, np.nan, 3.0]).stack(),
+    pd.concat({np.nan: _MISSING, "z": _MISSING}),
+    pd.MultiIndex.from_product([["b", "a"], [1, 2]]).sort_values(),
+    pd.DataFrame(np.arange(30.0).reshape(3, 10)).assign(t="x", w=np.arange(3), z=1.5), _summed(_TWICE.copy()),
+    pd.DataFrame({"a": [1, 2]}).assign(b=2.5, c=3, d=pd.Timestamp("2024"), e=1.5)[["e", "c", "a", "d", "b"]],
+]  # fmt: skip
+
 FRAMES: list[Any] = [
+    *UNUSUAL, _TWICE,
     _with_attrs(_WIDE.copy()), *(_WIDE[["whole", "text"]].set_axis(index, axis=0) for index in INDEXES),
     *INDEXES, *(_WIDE[name] for name in COLUMNS), *(_WIDE[name].array for name in COLUMNS),
     pd.Series([1, 2], index=["a", "b"], name=("t", 1)), pd.Series([], dtype="category"),
@@ -108,7 +132,7 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, pd.Series):
         yield from (_told(value.index), _told(value.array), _told(value.name), *_about(value))
     elif isinstance(value, pd.MultiIndex):
-        yield from map(_told, (*value.levels, *value.codes, *value.names))
+        yield from map(_told, (*value.levels, *value.codes, *value.names, value.sortorder))
     elif isinstance(value, pd.RangeIndex):
         yield value.start, value.stop, value.step, value.name
     elif isinstance(value, pd.Index):
@@ -119,7 +143,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value.dtype
         yield from map(_told, value)
     elif scipy.sparse.issparse(value):
-        yield value.shape
+        yield value.shape, vars(value).get("has_canonical_format")
         arrays = [value.row, value.col] if value.format == "coo" and value.ndim == 2 else []
         names = ("data", "indices", "indptr", "offsets", "coords")
         arrays += [getattr(value, name) for name in names if hasattr(value, name)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,37 @@ def test_what_is_refused_names_the_part_and_a_way_out(value: Any, step: str, adv
             give({"v": [value]})
         assert str(caught.value).startswith(f"{start}['v'][0]{step}: ")
         assert advice in str(caught.value)
+
+
+def test_what_pandas_has_broken_is_refused_when_it_is_kept() -> None:
+    frame = pd.DataFrame({"a": ["p", "p"], "v": [1, 2]}).set_flags(allows_duplicate_labels=False)
+    with pytest.raises(SerializationError, match=r"label twice.*set_flags\(allows_duplicate_labels=True\)"):
+        dump(frame.set_index("a"))
+    index = pd.MultiIndex([[1], [2]], [[0, 0], [0]], verify_integrity=False)
+    with pytest.raises(SerializationError, match="codes of different numbers; make it anew"):
+        dump(index)
+    index = pd.MultiIndex([[1]], [[7]], verify_integrity=False)
+    with pytest.raises(SerializationError, match="a code is that of no level; make it anew"):
+        dump(index)
+    matrix = scipy.sparse.csr_array((2, 2))
+    matrix.note = "mine"
+    with pytest.raises(SerializationError, match="has the attribute note, which would be lost"):
+        dump(matrix)
+
+
+def test_sums_of_a_result_and_the_kept_one_find_missing_labels(store: Store) -> None:
+    frame = pd.DataFrame({"a": ["x", None], "b": [1, 2], "v": [1, 2]})
+    first = frame.groupby(["a", "b"], dropna=False)["v"].sum()
+    store.save("x", first)
+    assert (first + store.load("x")).tolist() == [2, 4]
+
+
+def test_a_hundred_thousand_columns_take_as_long_as_their_bytes(store: Store) -> None:
+    frame = pd.DataFrame(np.random.default_rng(0).random((10, 100_000)))
+    began = time.process_time()
+    store.save("x", frame)
+    assert same_frames(store.load("x").iloc[:, ::5000], frame.iloc[:, ::5000])
+    assert time.process_time() - began < 2
 
 
 class Own(pd.DataFrame):  # type: ignore[misc]

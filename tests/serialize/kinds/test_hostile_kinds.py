@@ -175,31 +175,47 @@ LIES: dict[str, Form] = {
     ),
     "frame of a number": Form("pandas.frame", None, 5),
     "frame of three rows and two": Form(
-        "pandas.frame", None, [pd.Index(["a", "b"]), pd.RangeIndex(3), [np.zeros(3), np.zeros(2)], {}, True]
+        "pandas.frame", None,
+        [pd.Index(["a", "b"]), pd.RangeIndex(3), [[[0], np.zeros(3)], [[1], np.zeros(2)]], {}, True],
     ),
     "frame without a label": Form(
-        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(3), [np.zeros(3), np.zeros(3)], {}, True]
+        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(3), [[[0, 1], np.zeros((2, 3))]], {}, True]
     ),
     "frame of labels that are a list": Form(
-        "pandas.frame", None, [["a"], pd.RangeIndex(1), [np.zeros(1)], {}, True]
+        "pandas.frame", None, [["a"], pd.RangeIndex(1), [[[0], np.zeros(1)]], {}, True]
     ),
     "frame of squares": Form(
-        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(2), [np.zeros((2, 2))], {}, True]
+        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(2), [[[0], np.zeros((2, 2))]], {}, True]
     ),
-    "frame of text": Form("pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(1), ["x"], {}, True]),
+    "frame of text": Form("pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(1), [[[0], "x"]], {}, True]),
     "labels twice where once is told": Form(
-        "pandas.frame", None, [pd.Index(["a", "a"]), pd.RangeIndex(1), [np.zeros(1)] * 2, {}, False]
+        "pandas.frame", None,
+        [pd.Index(["a", "a"]), pd.RangeIndex(1), [[[0, 1], np.zeros((2, 1))]], {}, False],
     ),
     "series of a frame": Form("pandas.series", None, [pd.RangeIndex(1), pd.DataFrame([1]), None, {}, True]),
     "rows of a range of text": Form("pandas.range_index", None, ["0", 2, 1, None]),
     "range without steps": Form("pandas.range_index", None, [0, 5, 0, None]),
     "level that is not there": Form(
-        "pandas.multi_index", None, [[pd.Index([1])], [np.array([0, 5], "i1")], [None]]
+        "pandas.multi_index", None, [[pd.Index([1])], [np.array([0, 5], "i1")], [None], None]
     ),
-    "more codes than levels": Form("pandas.multi_index", None, [[], [np.array([0], "i1")], [None]]),
-    "frequency of other times": Form(
-        "pandas.time_index", None, [np.array(["2024-01-01", "2024-01-05"], "M8[ns]"), None, "h"]
+    "more codes than levels": Form("pandas.multi_index", None, [[], [np.array([0], "i1")], [None], None]),
+    "places twice": Form(
+        "pandas.frame", None, [pd.Index(["a", "b"]), pd.RangeIndex(1), [[[0, 0], np.zeros((2, 1))]], {}, True]
     ),
+    "one column with two places": Form(
+        "pandas.frame", None, [pd.Index(["a", "b"]), pd.RangeIndex(1), [[[0, 1], ["x"]]], {}, True]
+    ),
+    "places of text": Form(
+        "pandas.frame", None, [pd.Index(["a"]), pd.RangeIndex(1), [[["0"], np.zeros((1, 1))]], {}, True]
+    ),
+    "codes below none": Form(
+        "pandas.multi_index", None, [[pd.Index([1])], [np.array([0, -5], "i1")], [None], None]
+    ),
+    "codes of two lengths": Form(
+        "pandas.multi_index", None,
+        [[pd.Index([1]), pd.Index([1])], [np.array([0, 0], "i1"), np.array([0], "i1")], [None, None], None],
+    ),
+    "codes of text": Form("pandas.multi_index", None, [[pd.Index([1])], [["0"]], [None], None]),
     "frequency that is none": Form(
         "pandas.time_index", None, [np.array(["2024-01-01"], "M8[ns]"), None, "moon"]
     ),
@@ -237,10 +253,10 @@ LIES: dict[str, Form] = {
         "scipy.bsr_array", None, [[2, 2], [np.ones((1, 0, 0)), np.array([0], "i4"), np.array([0, 1], "i4")]]
     ),
     "coordinates outside": Form(
-        "scipy.coo_array", None, [[2, 2], np.ones(1), [np.array([9]), np.array([0])]]
+        "scipy.coo_array", None, [[2, 2], np.ones(1), [np.array([9]), np.array([0])], False]
     ),
     "coordinates below": Form(
-        "scipy.coo_matrix", None, [[2, 2], np.ones(1), [np.array([-9]), np.array([0])]]
+        "scipy.coo_matrix", None, [[2, 2], np.ones(1), [np.array([-9]), np.array([0])], False]
     ),
     "diagonals twice": Form("scipy.dia_array", None, [[2, 2], [np.ones((2, 2)), np.array([0, 0])]]),
     "matrix of objects": Form("scipy.dia_array", None, [[2, 2], [[1], [2]]]),

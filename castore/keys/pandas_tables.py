@@ -1,0 +1,105 @@
+"""How frames, series, indexes and arrays of pandas count in keys: by what a function can read of them.
+
+Pandas notes what it has computed on its objects, keeps columns in blocks as they were added, and hides values
+behind masks. None of these count. Imports nothing: a process with such an object has imported pandas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from castore.frame_columns import column_groups
+from castore.keys.encoder import Encoder
+from castore.keys.pickled import object_parts
+
+
+def frame(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for frames."""
+    yield from ("frame", *_labelled(encoder, value), encoder.part(value.columns, ".columns"))
+    for places, array in column_groups(value.set_flags(allows_duplicate_labels=True)):
+        yield places, encoder.part(array, f".iloc[:, {places[0]}]")
+
+
+def series(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for series."""
+    yield from ("series", *_labelled(encoder, value), encoder.part(value.name, ".name"))
+    yield encoder.part(value.array, ".array")
+
+
+def _labelled(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The parts that frames and series share."""
+    encoder.number(value)
+    cls = type(value)
+    yield from (encoder.part(cls), encoder.part(value.index, ".index"))
+    yield from (encoder.part(dict(value.attrs), ".attrs"), value.flags.allows_duplicate_labels)
+    # Pandas keeps accessors (`.str`) beside the attributes that users set.
+    set_by_users = {name for name in vars(value) if not name.startswith("_") and name not in cls._accessors}
+    names = sorted(set_by_users | set(cls._metadata) - {"_name"})
+    yield [(name, encoder.part(getattr(value, name, None), f".{name}")) for name in names]
+
+
+def index(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for indexes."""
+    pandas = sys.modules["pandas"]
+    yield from ("index", encoder.part(type(value)), encoder.part(list(value.names), ".names"))
+    if isinstance(value, pandas.RangeIndex):
+        yield value.start, value.stop, value.step
+    elif isinstance(value, pandas.MultiIndex):
+        yield [encoder.part(level, ".levels") for level in value.levels]
+        yield [encoder.part(codes, ".codes") for codes in value.codes]
+        yield value.sortorder
+    else:
+        yield encoder.part(value.array, ".array")
+        yield _frequency(encoder, getattr(value, "freq", None))
+
+
+def _frequency(encoder: Encoder, value: Any) -> list[Any] | None:
+    """The parts of a frequency: a copy may have others of the attributes that say the same."""
+    if value is None:
+        return None
+    told = [type(value).__name__, value.freqstr, value.n, value.normalize]
+    told += [str(getattr(value, name, None)) for name in ("weekmask", "start", "end")]
+    return [*told, encoder.part(getattr(value, "holidays", None), ".freq.holidays")]
+
+
+def array(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for arrays that are not NumPy's."""
+    arrays = sys.modules["pandas"].arrays
+    yield from ("array", type(value).__name__, str(value.dtype))
+    if isinstance(value, arrays.IntegerArray | arrays.FloatingArray | arrays.BooleanArray):
+        yield (
+            encoder.part(value.to_numpy(dtype=value.dtype.numpy_dtype, na_value=0)),
+            encoder.part(value.isna()),
+        )
+    elif isinstance(value, arrays.DatetimeArray):
+        yield encoder.part(value.asi8), encoder.part(value.tz, ".tz")
+    elif isinstance(value, arrays.TimedeltaArray | arrays.PeriodArray):
+        yield encoder.part(value.asi8)
+    elif isinstance(value, sys.modules["pandas"].Categorical):
+        yield encoder.part(value.codes), encoder.part(value.categories, ".categories"), bool(value.ordered)
+    elif isinstance(value, arrays.IntervalArray):
+        yield encoder.part(value.left, ".left"), encoder.part(value.right, ".right")
+    elif isinstance(value, arrays.ArrowExtensionArray):
+        yield str(getattr(value.dtype, "na_value", "")), _storage(value)
+        yield encoder.part(value.__arrow_array__())
+    elif isinstance(value, arrays.StringArray):
+        yield str(value.dtype.na_value), _storage(value)
+        yield encoder.part(value.to_numpy(object, na_value=None).tolist())
+    elif isinstance(value, arrays.NumpyExtensionArray):
+        yield encoder.part(value.to_numpy())
+    elif isinstance(value, arrays.SparseArray):
+        places = (
+            value.sp_index.indices
+            if hasattr(value.sp_index, "indices")
+            else value.sp_index.to_int_index().indices
+        )
+        yield len(value), value.kind, encoder.part(value.sp_values), encoder.part(places)
+        yield encoder.part(value.fill_value, ".fill_value")
+    else:
+        yield from object_parts(encoder, value)
+
+
+def _storage(value: Any) -> str:
+    return str(getattr(value.dtype, "storage", ""))
