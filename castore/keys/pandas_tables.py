@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from castore.frame_columns import column_groups
 from castore.keys.encoder import Encoder
 from castore.keys.pickled import object_parts
+from castore.system.frame_columns import column_groups
 
 
 def frame(encoder: Encoder, value: Any) -> Iterator[Any]:

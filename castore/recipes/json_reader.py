@@ -31,7 +31,16 @@ from castore.recipes.common_schema import (
 
 
 def read_json(file: io.BytesIO, read_options: Any) -> pa.Table:
-    """The rows of JSON lines; read a second time if the first reading found timestamps."""
+    """The rows of JSON lines; read a second time if the first reading found timestamps.
+
+    Raises:
+        pa.ArrowInvalid: the lines are no rows. One that is null ends the process in some releases of Arrow.
+    """
+    data = file.getbuffer()
+    if _NULL.match(data) or _NULL_LINE.search(data):
+        raise pa.ArrowInvalid(
+            "JSON parse error: a line is null, which is no row; write an object there, or none"
+        )
     read_options.use_threads = False  # with threads, columns that come late have an order by chance
     table = pyarrow.json.read_json(file, read_options=read_options)
     schema = pa.schema([pa.field(field.name, _without_timestamps(field.type)) for field in table.schema])
@@ -60,6 +69,9 @@ class _ArrowJson:
     read_json = staticmethod(read_json)
 
 
+_NULL = re.compile(rb"[ \t\r\n]*null[ \t\r]*(?:\n|\Z)")
+# As `_BLANK_LINES`, it begins with a plain character.
+_NULL_LINE = re.compile(rb"\n[ \t\r]*null[ \t\r]*(?:\n|\Z)")
 _WHITE_SPACE = b" \t\r\n"
 # It begins with a plain character, for which `re` searches fast: 10 MiB of lines take 9 ms.
 _BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")

@@ -291,6 +291,9 @@ def test_the_only_file_of_a_folder_is_named_too(tmp_path: Path) -> None:
         ('{"n": 1}\n{"n": 2,}\n', "line 2 of .* is no JSON object"),
         ('{"n": 1}\n{"n": 2,}', "line 2 of .* is no JSON object"),
         ('{"n": 1}\n{"n": "tw', "line 2 of .* is cut off"),
+        ('{"n": 1}\n null\n{"n": 2}\n', "line 2 of .* is no JSON object"),
+        ('null\n{"n": 1}\n', "a line is null, which is no row; write an object there, or none"),
+        (" null \n\nnull", "a line is null"),
         ('\n{"n": 1}\n{"n": ', "line 3 of .* is cut off; check that the program"),
     ],
 )  # fmt: skip

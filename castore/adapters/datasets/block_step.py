@@ -248,6 +248,8 @@ def run_block(
     if step.at_once == 1 and len(watch.keys) > 1:
         # A further key is dropped, or is an error, by the first of the rows that `datasets` writes at once.
         raise _rare_key_error(repr(_rare_key(watch.keys)))
+    if not result.column_names:
+        raise NotInBlocksError("its result has no columns, and so no rows; have the function return some")
     made = _features_of(result, block)
     if features is not None and (made == UNCHANGED) != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)

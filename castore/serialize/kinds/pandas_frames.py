@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from castore.frame_columns import column_groups
 from castore.serialize.kinds.forms import Kind, MisfitError, expect, listed
 from castore.serialize.kinds.pandas_arrays import expect_index, integers, make_column, take_column
 from castore.serialize.kinds.pandas_scalars import make_frequency, need_pandas, take_frequency, with_frequency
 from castore.serialize.problems import need
+from castore.system.frame_columns import column_groups
 
 # --- indexes ------------------------------------------------------------------------------------------------
 

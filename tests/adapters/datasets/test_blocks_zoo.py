@@ -1217,6 +1217,14 @@ def rare_key(sample: dict[str, Any]) -> dict[str, Any]:
 rare_key_at = 0
 
 
+def test_a_result_without_columns_is_what_map_gives(store: Store) -> None:
+    data = datasets.Dataset.from_dict({"n": list(range(COUNT))})
+    plain = data.map(lambda row: {}, remove_columns=["n"], load_from_cache_file=False)
+    with pytest.warns(CacheWarning, match="ran as one piece.*no columns"):
+        found = cached_map(data, lambda row: {}, remove_columns=["n"], store=store)
+    assert (found.features, len(found)) == (plain.features, len(plain)) == ({}, 0)
+
+
 def test_a_key_that_a_row_behind_the_first_block_adds_gives_what_datasets_gives(store: Store) -> None:
     global rare_key_at
     data = large_rows(100)
