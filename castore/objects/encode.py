@@ -282,7 +282,9 @@ class HashingFrames:
         self.size = 0
 
     def __iter__(self) -> Iterator[memoryview]:
-        length = FRAME_SIZE
+        # Each read, and each hash, waits for the GIL where another thread runs Python: few large ones.
+        # The first is what one task compresses, meanwhile.
+        length = _RUN * FRAME_SIZE
         while True:
             data = _read_full(self._fd, length, self.size)
             if data or not self.size:
@@ -293,7 +295,7 @@ class HashingFrames:
                     self._progress(len(data))
             if len(data) < length:
                 return
-            length = min(2 * length, _LONGEST_RUN * FRAME_SIZE)
+            length = _LONGEST_RUN * FRAME_SIZE
 
     @property
     def digest(self) -> bytes:

@@ -138,7 +138,15 @@ def _own_start() -> str:
     """The begin of the names of this process's files. Behind it comes a random part, which makes names of
     different threads differ, and names of successive processes with the same PID.
     """
-    return f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-"
+    return f"{pid_namespace()}-{os.getpid()}-{_this_process_started()}-"
+
+
+@lru_cache(maxsize=1)
+def _this_process_started() -> int:
+    return process_started(os.getpid()) or 0
+
+
+os.register_at_fork(after_in_child=_this_process_started.cache_clear)
 
 
 def abandon(path: Path) -> None:
