@@ -7,7 +7,7 @@ behind masks. None of these count. Imports nothing: a process with such an objec
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from castore.keys.encoder import Encoder
@@ -34,16 +34,23 @@ def _labelled(encoder: Encoder, value: Any) -> Iterator[Any]:
     cls = type(value)
     yield from (encoder.part(cls), encoder.part(value.index, ".index"))
     yield from (encoder.part(dict(value.attrs), ".attrs"), value.flags.allows_duplicate_labels)
-    # Pandas keeps accessors (`.str`) beside the attributes that users set.
-    set_by_users = {name for name in vars(value) if not name.startswith("_") and name not in cls._accessors}
-    names = sorted(set_by_users | set(cls._metadata) - {"_name"})
-    yield [(name, encoder.part(getattr(value, name, None), f".{name}")) for name in names]
+    yield _attributes(encoder, value, cls._accessors, cls._metadata)
+
+
+def _attributes(
+    encoder: Encoder, value: Any, accessors: Collection[str] = (), metadata: Collection[str] = ()
+) -> list[tuple[str, bytes]]:
+    """Attributes that users set, and those of subclasses. Pandas keeps accessors (`.str`) beside them."""
+    set_by_users = {name for name in vars(value) if not name.startswith("_") and name not in accessors}
+    names = sorted(set_by_users | {*metadata} - {"_name"})
+    return [(name, encoder.part(getattr(value, name, None), f".{name}")) for name in names]
 
 
 def index(encoder: Encoder, value: Any) -> Iterator[Any]:
     """The rule for indexes."""
     pandas = sys.modules["pandas"]
     yield from ("index", encoder.part(type(value)), encoder.part(list(value.names), ".names"))
+    yield _attributes(encoder, value)
     if isinstance(value, pandas.RangeIndex):
         yield value.start, value.stop, value.step
     elif isinstance(value, pandas.MultiIndex):
@@ -67,12 +74,10 @@ def _frequency(encoder: Encoder, value: Any) -> list[Any] | None:
 def array(encoder: Encoder, value: Any) -> Iterator[Any]:
     """The rule for arrays that are not NumPy's."""
     arrays = sys.modules["pandas"].arrays
-    yield from ("array", type(value).__name__, str(value.dtype))
+    yield from ("array", encoder.part(type(value)), str(value.dtype))
     if isinstance(value, arrays.IntegerArray | arrays.FloatingArray | arrays.BooleanArray):
-        yield (
-            encoder.part(value.to_numpy(dtype=value.dtype.numpy_dtype, na_value=0)),
-            encoder.part(value.isna()),
-        )
+        yield encoder.part(value.to_numpy(dtype=value.dtype.numpy_dtype, na_value=0))
+        yield encoder.part(value.isna())
     elif isinstance(value, arrays.DatetimeArray):
         yield encoder.part(value.asi8), encoder.part(value.tz, ".tz")
     elif isinstance(value, arrays.TimedeltaArray | arrays.PeriodArray):
@@ -90,11 +95,7 @@ def array(encoder: Encoder, value: Any) -> Iterator[Any]:
     elif isinstance(value, arrays.NumpyExtensionArray):
         yield encoder.part(value.to_numpy())
     elif isinstance(value, arrays.SparseArray):
-        places = (
-            value.sp_index.indices
-            if hasattr(value.sp_index, "indices")
-            else value.sp_index.to_int_index().indices
-        )
+        places = value.sp_index.to_int_index().indices
         yield len(value), value.kind, encoder.part(value.sp_values), encoder.part(places)
         yield encoder.part(value.fill_value, ".fill_value")
     else:

@@ -106,7 +106,7 @@ OTHERS: list[list[Any]] = [
      _with(Own(FRAME), unit="m"), _with(FRAME, note="mine"), FRAME.reset_index(drop=True),
      FRAME.set_axis(pd.Index([0, 1]), axis=0), FRAME.assign(b=1), FRAME.assign(b=1)[["b", "a"]]],
     [TIMES, TIMES[:2], TIMES.tz_localize("UTC"), TIMES.tz_localize("Europe/Rome"), pd.DatetimeIndex([*TIMES]),
-     TIMES.as_unit("s"), TIMES.rename("x"), TIMES.to_period("D"), TIMES.to_period("M")],
+     TIMES.as_unit("s"), TIMES.rename("x"), _with(TIMES, note=1), TIMES.to_period("D"), TIMES.to_period("M")],
     [_CATEGORY(), _CATEGORY(["b", "a"]), _CATEGORY(["a", "b"], True), _CATEGORY(["a", "b", "c"])],
     [pd.Series(["a", value], dtype=object) for value in (None, np.nan, 1, 1.0, True)],
     [pd.Series([1, None], dtype=dtype) for dtype in ("Int64", "Int32", "Float64", "float64", object)],
