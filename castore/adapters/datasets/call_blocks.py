@@ -42,6 +42,7 @@ from castore.adapters.datasets.call_values import (
     pack_arguments,
     unpack_arguments,
 )
+from castore.adapters.datasets.cutting import ends_at
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.named_files import states_named_by
 from castore.adapters.datasets.operator_description import identify
@@ -408,8 +409,8 @@ class Pass:
         named = [] if packed.is_fixed else states_named_by(arguments)
         data = packed.data + fingerprint(named).encode() if named else packed.data
         digest = blake3(data).digest(_DIGEST)
-        chance = max(packed.size, TARGET_BYTES // TARGET_CALLS) << 32
-        return _Call(arguments, packed, digest, int.from_bytes(digest[:4], "little") * TARGET_BYTES < chance)
+        size = max(packed.size, TARGET_BYTES // TARGET_CALLS)
+        return _Call(arguments, packed, digest, ends_at(digest, size, TARGET_BYTES))
 
     def _find(self, call: _Call) -> tuple[bool, Any] | None:
         """The result of a call, if it is the next one of the present block, or begins a kept one."""

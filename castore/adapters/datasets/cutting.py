@@ -109,6 +109,17 @@ def _first_from(places: _Sizes, least: int, default: int) -> int:
     return int(places[found]) if found < len(places) else default
 
 
+def ends_at(digest: bytes, size: int, target: int) -> bool:
+    """Whether a group of things ends behind one, so that groups have ``target`` bytes on average.
+
+    Args:
+        digest: of the thing: its content decides, so groups behind a change stay.
+        size: bytes of the thing, of which a larger one ends a group more often.
+        target: bytes of a group.
+    """
+    return int.from_bytes(digest[:4], "little") * target < size << 32
+
+
 def is_small(rows: int, size: int) -> bool:
     """Whether so many rows of so many bytes are too few to be worth more than one block."""
     return rows * (TARGET_BYTES // TARGET_ROWS) <= TARGET_BYTES // 4 and size <= TARGET_BYTES

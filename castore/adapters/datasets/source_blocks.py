@@ -19,7 +19,7 @@ import datasets
 import pyarrow as pa
 from blake3 import blake3
 
-from castore.adapters.datasets.cutting import Cut, cut
+from castore.adapters.datasets.cutting import Cut, cut, ends_at
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, file_states, may_name_files
 from castore.adapters.datasets.tables import batch_rows, row_blocks
@@ -160,8 +160,7 @@ def _put_together(files: list[_File], first_rows: int) -> Iterator[SourceBlock]:
 
 def ends_block(digest: bytes, size: int, group_size: int) -> bool:
     """Whether a file of that digest and size ends a block, with which the block's files have that size."""
-    chance = int.from_bytes(digest[:4], "little") * _SMALLEST_FILE
-    return chance < size << 32 or group_size >= 4 * _SMALLEST_FILE
+    return ends_at(digest, size, _SMALLEST_FILE) or group_size >= 4 * _SMALLEST_FILE
 
 
 def joined_digest(digests: Sequence[bytes]) -> bytes:
