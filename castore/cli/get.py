@@ -27,12 +27,13 @@ from castore.cli.output import (
     progress,
     quote_word,
 )
+from castore.cli.signals import terminable
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import find_blob, find_entry, open_store, require_path
 from castore.errors import CastoreError, NotFoundError, add_filename
 from castore.names import check_prefix
 from castore.records import Blob, Entry
-from castore.system.local_files import replacing
+from castore.system.local_files import descriptor_of, replacing
 from castore.system.sql_errors import is_full
 from castore.units import format_size
 
@@ -61,14 +62,14 @@ def get(
     if recursive:
         if output == "-":
             raise typer.BadParameter("-r writes many files; name a folder with -o")
-        with open_store(context) as store:
+        with terminable(), open_store(context) as store:
             _write_folder(store, name, output, as_json)
         return
     if as_json:
         raise typer.BadParameter("--json reports what -r has written; without -r there is nothing to report")
     if output == "-":
         need_output()
-    with open_store(context) as store:
+    with terminable(), open_store(context) as store:
         blob = find_blob(store, name, hint=f"`castore get -r {quote_word(name)} -o FOLDER` writes its files")
         store.count_use(name)
         if output == "-":
@@ -79,6 +80,13 @@ def get(
 
 
 def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
+    if descriptor_of(output) is None:
+        _check_place(output)
+    with add_filename(output), replacing(output) as file:
+        _write(store, blob, file, name)
+
+
+def _check_place(output: str) -> None:
     target = os.path.realpath(output)
     if os.path.isdir(target):
         raise CastoreError(f"{printable(output)} is a folder; give the name of a file in it with -o")
@@ -89,8 +97,6 @@ def _write_file(store: Store, blob: Blob, output: str, name: str) -> None:
         raise CastoreError(
             f"there is no folder {printable(folder)} to write {printable(output)} into; make it first"
         )
-    with add_filename(output), replacing(output) as file:
-        _write(store, blob, file, name)
 
 
 def _write(store: Store, blob: Blob, file: BinaryIO, name: str) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,17 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castore import Store
-from castore.cli.exit_codes import TERMINATED
 from castore.cli.output import AsJson, print_error, print_json, spinner
 from castore.cli.process_bars import CurrentStep, replace_lock_of_bars, step_bars
 from castore.cli.process_report import estimate_lines, print_blame, print_outcome
 from castore.cli.remote_access import parse_shard
+from castore.cli.signals import terminable
 from castore.cli.store_access import store_path
 from castore.errors import CastoreError, InvalidValueError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from castore.recipes import Recipe
 
 _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -156,7 +151,7 @@ def process(
     for note in recipe.notes:
         print_error(f"{config}: {note}")
     place = _store_of(context, recipe, ds_cache_dir)
-    with _terminable(), Store(place, memory=0, remote=remote) as store:
+    with terminable(), Store(place, memory=0, remote=remote) as store:
         if explain:
             _explain(recipe, store, as_json)
         elif estimate:
@@ -212,29 +207,6 @@ def _run_on_node(recipe: Recipe, folders: list[str], store: Store) -> None:
         run_steps(recipe, store)
     finally:
         os.chdir(before)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Have SIGTERM clean up as Ctrl-C does. Another SIGTERM ends the cleanup at once."""
-    was_terminated = False
-
-    def end(number: int, frame: FrameType | None) -> None:
-        nonlocal was_terminated
-        was_terminated = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not was_terminated:
-            raise
-        print_error("terminated")
-        raise typer.Exit(TERMINATED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _find_modules(config: Path) -> list[str]:

@@ -7,12 +7,18 @@ behind masks. None of these count. Imports nothing: a process with such an objec
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from castore.keys.encoder import Encoder
 from castore.keys.pickled import object_parts
 from castore.system.frame_columns import column_groups
+
+#: Attributes of pandas' own on frames and series.
+_OF_PANDAS = {
+    "_mgr", "_attrs", "_flags", "_name", "_index", "_item_cache", "_cacher", "_is_copy", "_references",
+    "_typ", "_metadata",
+}  # fmt: skip
 
 
 def frame(encoder: Encoder, value: Any) -> Iterator[Any]:
@@ -30,27 +36,28 @@ def series(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 def _labelled(encoder: Encoder, value: Any) -> Iterator[Any]:
     """The parts that frames and series share."""
-    encoder.number(value)
     cls = type(value)
     yield from (encoder.part(cls), encoder.part(value.index, ".index"))
     yield from (encoder.part(dict(value.attrs), ".attrs"), value.flags.allows_duplicate_labels)
-    yield _attributes(encoder, value, cls._accessors, cls._metadata)
+    # Pandas keeps accessors (`.str`) beside the attributes that users set.
+    own = {name for name in vars(value) if name not in _OF_PANDAS and name not in cls._accessors}
+    yield _attributes(encoder, value, own | set(cls._metadata) - {"_name"})
 
 
-def _attributes(
-    encoder: Encoder, value: Any, accessors: Collection[str] = (), metadata: Collection[str] = ()
-) -> list[tuple[str, bytes]]:
-    """Attributes that users set, and those of subclasses. Pandas keeps accessors (`.str`) beside them."""
-    set_by_users = {name for name in vars(value) if not name.startswith("_") and name not in accessors}
-    names = sorted(set_by_users | {*metadata} - {"_name"})
-    return [(name, encoder.part(getattr(value, name, None), f".{name}")) for name in names]
+def _attributes(encoder: Encoder, value: Any, names: Iterable[str]) -> list[tuple[str, bytes]]:
+    return [(name, encoder.part(getattr(value, name, None), f".{name}")) for name in sorted(names)]
+
+
+def _public(value: Any) -> set[str]:
+    """The names of attributes that users have set on an index or an array. Those of pandas are private."""
+    return {name for name in vars(value) if not name.startswith("_") and name != "sortorder"}
 
 
 def index(encoder: Encoder, value: Any) -> Iterator[Any]:
     """The rule for indexes."""
     pandas = sys.modules["pandas"]
     yield from ("index", encoder.part(type(value)), encoder.part(list(value.names), ".names"))
-    yield _attributes(encoder, value)
+    yield _attributes(encoder, value, _public(value))
     if isinstance(value, pandas.RangeIndex):
         yield value.start, value.stop, value.step
     elif isinstance(value, pandas.MultiIndex):
@@ -68,13 +75,18 @@ def _frequency(encoder: Encoder, value: Any) -> list[Any] | None:
         return None
     told = [type(value).__name__, value.freqstr, value.n, value.normalize]
     told += [str(getattr(value, name, None)) for name in ("weekmask", "start", "end")]
+    told.append(str(sys.modules["pandas"].Timedelta(getattr(value, "offset", 0))))
     return [*told, encoder.part(getattr(value, "holidays", None), ".freq.holidays")]
 
 
 def array(encoder: Encoder, value: Any) -> Iterator[Any]:
     """The rule for arrays that are not NumPy's."""
     arrays = sys.modules["pandas"].arrays
-    yield from ("array", encoder.part(type(value)), str(value.dtype))
+    if type(value).__module__.partition(".")[0] != "pandas":  # a class of somebody's, with methods of its own
+        yield from ("object", *object_parts(encoder, value))
+        yield _attributes(encoder, value, _public(value))
+        return
+    yield from ("array", type(value).__name__, str(value.dtype), _attributes(encoder, value, _public(value)))
     if isinstance(value, arrays.IntegerArray | arrays.FloatingArray | arrays.BooleanArray):
         yield encoder.part(value.to_numpy(dtype=value.dtype.numpy_dtype, na_value=0))
         yield encoder.part(value.isna())
@@ -104,3 +116,21 @@ def array(encoder: Encoder, value: Any) -> Iterator[Any]:
 
 def _storage(value: Any) -> str:
     return str(getattr(value.dtype, "storage", ""))
+
+
+def timestamp(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for single times and spans of time. They never change, so that one in two places is as two."""
+    yield from ("timestamp", encoder.part(type(value)), encoder.part(value.asm8))
+    zone = getattr(value, "tz", None)
+    yield from (None if zone is None else encoder.part(zone, ".tz"), getattr(value, "fold", 0))
+
+
+def period(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for single periods."""
+    yield from ("period", encoder.part(type(value)), value.ordinal, value.freqstr)
+
+
+def interval(encoder: Encoder, value: Any) -> Iterator[Any]:
+    """The rule for single intervals."""
+    yield from ("interval", encoder.part(type(value)), value.closed)
+    yield encoder.part(value.left, ".left"), encoder.part(value.right, ".right")

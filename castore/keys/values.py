@@ -297,6 +297,11 @@ def _image(encoder: Encoder, value: Any) -> Iterator[Any]:
         yield name, encoder.part(facts, f".{name}")
 
 
+def _exact(encoder: Encoder, value: Any) -> Iterator[Any]:
+    # A value that never changes: one in two places is as two.
+    yield full_name(type(value)), repr(value)
+
+
 def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
     from castore.keys.table_digest import table_digest
 
@@ -304,11 +309,13 @@ def _arrow(encoder: Encoder, value: Any) -> Iterator[Any]:
     if isinstance(value, pa.Buffer):
         yield from ("buffer", blake3(value, max_threads=hash_threads()).digest())
         return
+    kinds = {"table": pa.Table, "batch": pa.RecordBatch, "chunks": pa.ChunkedArray, "array": pa.Array}
+    yield from ("arrow", next(name for name, kind in kinds.items() if isinstance(value, kind)), len(value))
     if isinstance(value, pa.RecordBatch):
         value = pa.Table.from_batches([value])
     if not isinstance(value, pa.Table):
         value = pa.table({"": value})
-    yield from ("arrow", table_digest(value))
+    yield table_digest(value)
     metadata = [value.schema.metadata, *(field.metadata for field in value.schema)]
     if any(metadata):
         yield encoder.part(metadata, ".schema.metadata")
@@ -692,6 +699,10 @@ SHARED = Table(
         ("PIL.Image", ("Image",), _image),
         ("PIL.ImageFont", ("FreeTypeFont",), _font),
         ("pyarrow", ("Table", "RecordBatch", "Array", "ChunkedArray", "Buffer"), _arrow),
+        ("pandas", ("Timestamp", "Timedelta"), pandas_tables.timestamp),
+        ("pandas", ("Period",), pandas_tables.period),
+        ("pandas", ("Interval",), pandas_tables.interval),
+        ("datetime", ("timezone",), _exact),
         ("pandas", ("DataFrame",), pandas_tables.frame),
         ("pandas", ("Series",), pandas_tables.series),
         ("pandas", ("Index",), pandas_tables.index),

@@ -242,7 +242,7 @@ class Calls:
         return found
 
     def diff(self, old: tuple[str, str | None], new: tuple[str, str | None], prefix: str) -> list[Any]:
-        """The fields of a `RemoteChange` for each name that differs."""
+        """The fields of a `RemoteChange` for each name that differs in more than its place and its time."""
         trees = [
             Tree(
                 commits.read_commit(self.bucket, find_commit(self.bucket, *side, self.pages)).tree,
@@ -256,5 +256,5 @@ class Calls:
             for change in difference(trees[0], trees[1], prefix)
             if change.old is None
             or change.new is None
-            or change.old._replace(place=change.new.place) != change.new
+            or change.old._replace(place=change.new.place, created=change.new.created) != change.new
         ]

@@ -50,10 +50,22 @@ def load_stream(data: bytes) -> Any:
 
 
 def _written(obj: Any, begin: Any) -> bytes:
+    pa = sys.modules["pyarrow"]
+    for field in obj.schema:
+        if _has_dictionary_of_dictionaries(field.type):
+            raise pa.ArrowInvalid(f"the column {field.name!r} has a dictionary of dictionary values")
     sink = sys.modules["pyarrow"].BufferOutputStream()
     with begin(sink, obj.schema) as writer:
         writer.write(obj)
     return bytes(sink.getvalue())
+
+
+def _has_dictionary_of_dictionaries(kind: Any, *, inside: bool = False) -> bool:
+    """Whether Arrow could write, but not read, values of a type."""
+    if sys.modules["pyarrow"].types.is_dictionary(kind):
+        return inside or _has_dictionary_of_dictionaries(kind.value_type, inside=True)
+    parts = [kind.field(place).type for place in range(kind.num_fields)]
+    return any(_has_dictionary_of_dictionaries(part, inside=inside) for part in parts)
 
 
 def _read(data: bytes, begin: Any) -> Any:

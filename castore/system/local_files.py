@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,14 +12,23 @@ from typing import BinaryIO
 
 from castore.errors import StoreError
 
+_STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
+_DESCRIPTOR = re.compile(r"/dev/(?P<name>stdin|stdout|stderr)|(?:/dev|/proc/self)/fd/(?P<number>[0-9]{1,9})")
+
 
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` at the end of the block.
 
     An error in the block leaves ``path`` as it was: other programs take a file that they find for a whole
-    one. A device or a pipe is written to directly, since a file must not take its place.
+    one. A device or a pipe is written to directly, since a file must not take its place, and so is what a
+    descriptor of this process leads to.
     """
+    descriptor = descriptor_of(path)
+    if descriptor is not None:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            yield file
+        return
     target = os.path.realpath(path)  # a symbolic link stays, and its target is replaced
     exists = os.path.exists(target)
     if exists and not os.path.isfile(target):  # a folder is an error of `open`
@@ -35,9 +45,21 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     except BaseException as error:
         if isinstance(error, OSError) and error.filename == temporary:
             error.filename = path  # the caller does not know the temporary file
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # the first error counts
             os.unlink(temporary)
         raise
+
+
+def descriptor_of(path: str) -> int | None:
+    """The number of the descriptor of this process that a path stands for, or None.
+
+    A file that standard output goes to may have been written to before, and must not be replaced.
+
+    >>> descriptor_of("/dev/stdout"), descriptor_of("/dev/fd/7"), descriptor_of("stdout")
+    (1, 7, None)
+    """
+    found = _DESCRIPTOR.fullmatch(os.path.abspath(path))
+    return None if found is None else int(found["number"] or _STREAMS[found["name"]])
 
 
 def raise_if_gone(path: Path, error: BaseException) -> None:

@@ -169,6 +169,54 @@ def test_get_writes_through_links_and_into_devices(cli: Cli, store: Store) -> No
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+@pytest.mark.parametrize("place", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_get_to_the_path_of_standard_output_goes_on_behind_what_is_there(
+    castore: Start, store: Store, tmp_path: Path, place: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"before\n")
+    with open(log, "ab") as file:
+        process = castore("get", "data/a.txt", "-o", place, stdout=file)
+        assert process.communicate(timeout=300)[1] == b""
+        file.write(b"after")
+    assert (process.returncode, log.read_bytes()) == (0, b"before\nalphaafter")
+    process = castore("get", "large.bin", "-o", place)
+    assert process.communicate(timeout=300) == (LARGE, b"")
+    assert process.returncode == 0
+
+
+def test_get_that_is_told_to_end_leaves_no_part_of_a_file(
+    castore: Start, store: Store, tmp_path: Path
+) -> None:
+    store.put("huge", bytes(1 << 20) * 256, codec="none")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for _ in range(50):
+        process = castore("get", "huge", "-o", folder / "huge", fresh=True)
+        while not any(folder.glob(".castore-*.part")) and process.poll() is None:
+            pass
+        process.terminate()
+        _, err = process.communicate(timeout=300)
+        assert not any(folder.glob(".castore-*.part"))
+        if process.returncode:
+            break
+    assert (process.returncode, err) == (143, b"castore: terminated\n")
+
+
+def test_get_into_a_place_that_cannot_be_written_names_the_file(
+    cli: Cli, store: Store, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", disk]).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        ran = cli("get", "data/a.txt", "-o", disk / "x")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert (ran.code, ran.err) == (1, f"castore: {disk / 'x'}: Read-only file system\n")
+
+
 def test_get_says_what_is_wrong_with_the_place(cli: Cli, store: Store, tmp_path: Path) -> None:
     assert "is a folder" in cli("get", "data/a.txt", "-o", str(tmp_path)).err
     assert "there is no folder" in cli("get", "data/a.txt", "-o", f"{tmp_path}/new/").err

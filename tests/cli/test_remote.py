@@ -420,6 +420,10 @@ def test_diff_prints_a_line_a_name(cli: Cli, store: Store, team: str) -> None:
     assert len(cli("diff", old, "main", "--json").out.splitlines()) == 3
     assert cli("diff", "main", "main") == (0, b"", "")
     assert cli("diff", "main", "other").code == 1
+    store.put("new", b"new")  # again, at another time
+    store.pin("new")
+    cli("push", "--ref", "again")
+    assert cli("diff", "main", "again") == (0, b"", "")
 
 
 # Terminals, shells, signals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime as dt
 import functools
 import pickle
 from collections.abc import Callable
@@ -98,12 +99,14 @@ def _with(value: Any, **attributes: Any) -> Any:
     return made
 
 
+_HOUR = dt.timedelta(hours=1)
 _SPARSE = pd.arrays.SparseArray
 _CATEGORY = functools.partial(pd.Categorical, ["a", "b"])
 OTHERS: list[list[Any]] = [
     [FRAME, _with(FRAME, attrs={"a": 1}), FRAME.rename_axis("x"), FRAME.rename_axis("x", axis=1), FRAME[::-1],
      FRAME.set_flags(allows_duplicate_labels=False), FRAME.astype("i4"), FRAME.astype(object), Own(FRAME),
-     _with(Own(FRAME), unit="m"), _with(FRAME, note="mine"), FRAME.reset_index(drop=True),
+     _with(Own(FRAME), unit="m"), _with(FRAME, note="mine"), _with(FRAME, _note="mine"),
+     FRAME.reset_index(drop=True),
      FRAME.set_axis(pd.Index([0, 1]), axis=0), FRAME.assign(b=1), FRAME.assign(b=1)[["b", "a"]]],
     [TIMES, TIMES[:2], TIMES.tz_localize("UTC"), TIMES.tz_localize("Europe/Rome"), pd.DatetimeIndex([*TIMES]),
      TIMES.as_unit("s"), TIMES.rename("x"), _with(TIMES, note=1), TIMES.to_period("D"), TIMES.to_period("M")],
@@ -115,6 +118,16 @@ OTHERS: list[list[Any]] = [
      pd.MultiIndex([[1]], [[0, -1]], names=["x"])],
     [_SPARSE([0, 1, 0]), _SPARSE([0, 0, 1]), _SPARSE([0, 1, 0], fill_value=1), _SPARSE([0.0, 1, 0]),
      _SPARSE([0, 1, 0], kind="block")],
+    [pd.DatetimeIndex([], freq=each) for each in (
+        pd.offsets.CBMonthEnd(), pd.offsets.CBMonthEnd(offset=_HOUR), pd.offsets.BusinessHour(),
+        pd.offsets.BusinessHour(offset=_HOUR), pd.offsets.BusinessHour(start="10:00"), pd.offsets.BDay(),
+        pd.offsets.CDay(holidays=["2024-01-01"]), pd.offsets.CDay(weekmask="Mon Tue"))],
+    [pa.table({"a": [1]}), pa.record_batch({"a": [1]}), pa.array([1]), pa.chunked_array([[1]]),
+     pa.table({"": [1]}), pa.table([pa.nulls(2)], ["a"]).select([]),
+     pa.table([pa.nulls(3)], ["a"]).select([])],
+    [pd.Timestamp("2020"), pd.Timestamp("2020", tz="UTC"), pd.Timestamp("2020").as_unit("s"),
+     pd.Timedelta("1D"), pd.Period("2020", "D"), pd.Period("2020", "M"), pd.Interval(0, 1),
+     pd.Interval(0, 1, "left"), pd.Interval(0, 1.0)],
     [pd.interval_range(0, 2), pd.interval_range(0, 2, closed="left"), pd.interval_range(1, 3)],
 ]  # fmt: skip
 
@@ -133,6 +146,31 @@ def test_tables_of_arrow_count_by_their_rows() -> None:
     assert len({*map(key, others)}) == len(others)
 
 
-def test_one_frame_in_two_places_is_not_two() -> None:
-    frame = pd.DataFrame(COLUMNS)
-    assert key([frame, frame]) != key([frame, frame.copy()])
+def test_one_frame_or_time_in_two_places_is_as_two() -> None:
+    for value in (
+        pd.DataFrame(COLUMNS), pd.Series([1]), pd.Timestamp("2020"), pd.Timedelta("1D"),
+        pd.Period("2020", "D"), pd.Interval(0, 1), dt.timezone(dt.timedelta(hours=2), "x"),
+    ):  # fmt: skip
+        assert key([value, value]) == key([value, copy.deepcopy(value)])
+
+
+class Temperature(pd.arrays.IntegerArray):  # type: ignore[misc]
+    unit = "C"
+
+
+def _array(unit: str | None = None) -> Any:
+    made = Temperature(np.array([1]), np.array([False]))
+    if unit is not None:
+        made.unit = unit
+    return made
+
+
+def test_arrays_of_classes_of_ones_own_count_with_their_class() -> None:
+    values = [
+        _array(),
+        _array("F"),
+        pd.array([1], dtype="Int64"),
+        pd.Series(_array()),
+        pd.Series(_array("F")),
+    ]
+    assert len({*map(key, values)}) == len(values)

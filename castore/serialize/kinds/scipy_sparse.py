@@ -55,7 +55,8 @@ def _make_compressed(name: str, parts: Any) -> Any:
     made = _made(name, (data, indices, indptr), shape)
     made.check_format(full_check=True)
     # The constructor takes narrower integers for both where these suffice.
-    made.indices, made.indptr = indices, indptr
+    made.indices = made.indices.astype(indices.dtype, copy=False)
+    made.indptr = made.indptr.astype(indptr.dtype, copy=False)
     return made
 
 
@@ -79,7 +80,10 @@ def _take_diagonals(value: Any) -> Any:
 
 def _make_diagonals(name: str, parts: Any) -> Any:
     shape, arrays = listed(2, parts)
-    return _made(name, tuple(listed(2, _arrays(arrays))), shape)
+    data, offsets = listed(2, _arrays(arrays))
+    made = _made(name, (data, offsets), shape)
+    made.offsets = made.offsets.astype(offsets.dtype, copy=False)
+    return made
 
 
 def _take_other(value: Any) -> Any:

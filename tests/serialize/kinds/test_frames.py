@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 import scipy.sparse
 from hypothesis import given, settings
@@ -100,6 +101,10 @@ REFUSED: list[tuple[Any, str, str]] = [
     (pl.DataFrame({"x": [1]}), "", "to_arrow()"),
     (pl.Series([1]), "", "to_frame().to_arrow()"),
     (pl.DataFrame({"x": [1]}).lazy(), "", "collect().to_arrow()"),
+    (
+        pa.table({"d": pa.DictionaryArray.from_arrays(pa.array([0]), pa.array(["x"]).dictionary_encode())}),
+        "", "column 'd' has a dictionary of dictionary values",
+    ),
     (scipy.sparse.lil_array((2, 2)), "", "tocsr()"),
     (scipy.sparse.dok_matrix((2, 2)), "", "tocsr()"),
 ]  # fmt: skip
@@ -187,7 +192,17 @@ def test_a_process_without_the_library_says_what_to_install(
     assert done.stdout == f"this needs the package {module}; install it with: pip install {package}\n"
 
 
+def test_room_behind_the_entries_is_left_out() -> None:
+    matrix = scipy.sparse.csr_array(np.eye(3))
+    matrix.data, matrix.indices = np.append(matrix.data, 9.0), np.append(matrix.indices, 0)
+    again = saved(saved(matrix))
+    assert (len(again.data), len(again.indices), (again != matrix).nnz) == (3, 3, 0)
+
+
 def test_indices_keep_their_width() -> None:
+    diagonal = scipy.sparse.dia_array(np.eye(3))
+    diagonal.offsets = diagonal.offsets.astype("i8")
+    assert saved(diagonal).offsets.dtype == np.dtype("i8")
     matrix = scipy.sparse.csr_array(np.eye(3))
     matrix.indices, matrix.indptr = matrix.indices.astype("i8"), matrix.indptr.astype("i8")
     assert saved(matrix).indices.dtype == saved(matrix).indptr.dtype == np.dtype("i8")
