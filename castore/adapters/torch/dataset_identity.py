@@ -210,8 +210,17 @@ def _array_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
         yield [*map(os.fsdecode, texts[has_slash].tolist())]
 
 
+def _chunks_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
+    for chunk in value.chunks:
+        yield from _arrow_texts(encoder, chunk)
+
+
+def _table_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
+    for column in value.columns:
+        yield from (_chunks_texts if hasattr(column, "chunks") else _arrow_texts)(encoder, column)
+
+
 def _arrow_texts(encoder: Encoder, value: Any) -> Iterator[list[Any]]:
-    # Arrow tables and pandas frames consist of these arrays.
     kind = str(value.type)
     if kind in ("string", "large_string", "string_view"):
         yield [text for text in value.to_pylist() if text is not None]
@@ -246,6 +255,8 @@ _TEXTS = Table(
         ("numpy", ("str_", "bytes_", "void"), _scalar_texts),
         ("numpy", ("ndarray",), _array_texts),
         ("pyarrow", ("Array",), _arrow_texts),
+        ("pyarrow", ("ChunkedArray",), _chunks_texts),
+        ("pyarrow", ("Table", "RecordBatch"), _table_texts),
         ("polars", ("Series",), _series_texts),
         ("polars", ("DataFrame",), _frame_texts),
     ]
