@@ -198,7 +198,7 @@ def test_get_that_is_told_to_end_leaves_no_part_of_a_file(
         process.terminate()
         _, err = process.communicate(timeout=300)
         assert not any(folder.glob(".castore-*.part"))
-        if process.returncode:
+        if process.returncode == 143:  # else the file was whole before the signal came
             break
     assert (process.returncode, err) == (143, b"castore: terminated\n")
 

@@ -72,7 +72,7 @@ def encoded(
         ) from None
 
 
-# --- what operators hold ------------------------------------------------------------------------------------
+# --- rules --------------------------------------------------------------------------------------------------
 
 
 def _large(encoder: Encoder, value: Any) -> bytes | None:
@@ -88,7 +88,7 @@ def _large(encoder: Encoder, value: Any) -> bytes | None:
     return encoder.tagged("large array", encoder.part(value.dtype), value.shape, hasher.digest())
 
 
-#: The values that only operators hold. `dataset_fingerprint` adds datasets: a dataset's format
+#: Rules beside those that all adapters share. `dataset_fingerprint` adds that of datasets: a dataset's format
 #: holds what operators hold, so that module builds on this one.
 HELD = Table([])
 #: The rules for operators.

@@ -1,6 +1,7 @@
 """Kinds of pandas' tables: frames, series and indexes, of exactly these classes.
 
-A frame is written column by column, with its indexes, `attrs`, and whether labels may occur twice.
+A frame is written by columns, those of one NumPy dtype together, with its indexes, `attrs`, and whether
+labels may occur twice.
 `take` imports nothing: an object can be of these kinds only in a process that has imported pandas.
 """
 

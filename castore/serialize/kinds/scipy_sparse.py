@@ -29,7 +29,7 @@ def _arrays(parts: Any) -> list[Any]:
     return list(parts)
 
 
-#: Attributes of SciPy's own. The two notes are made again when a method asks.
+#: Attributes of SciPy's own. The notes with an underscore are made again when a method asks.
 _OWN = {
     "_shape", "maxprint", "data", "indices", "indptr", "coords", "row", "col", "offsets",
     "_has_sorted_indices", "_has_canonical_format", "has_canonical_format",
