@@ -149,9 +149,8 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     where = f"below {prefix!r}" if prefix else "in the store"
     if len(samples) < _LEAST:
         raise DictionaryError(
-            f"there are {len(samples)} different samples"
-            f" of at most {format_size(DICTIONARY_LIMIT)} {where}, and"
-            f" {_LEAST} is the least that a dictionary can be made of: put more first"
+            f"a dictionary is made of at least {_LEAST} different samples of at most"
+            f" {format_size(DICTIONARY_LIMIT)}, and castore found {len(samples)} {where}: put more first"
         )
     held_out = samples[::_HELD_OUT]
     seen: list[Buffer] = [sample for place, sample in enumerate(samples) if place % _HELD_OUT]

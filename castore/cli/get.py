@@ -30,7 +30,7 @@ from castore.cli.output import (
 from castore.cli.signals import terminable
 from castore.cli.std_streams import need_output
 from castore.cli.store_access import find_blob, find_entry, open_store, require_path
-from castore.errors import CastoreError, NotFoundError, add_filename
+from castore.errors import CastoreError, NotFoundError, RemoteError, add_filename
 from castore.names import check_prefix
 from castore.records import Blob, Entry
 from castore.system.local_files import descriptor_of, replacing
@@ -124,10 +124,13 @@ def _write_folder(store: Store, prefix: str, output: str, as_json: bool) -> None
                 with add_filename(path):
                     os.makedirs(os.path.dirname(path), exist_ok=True)
                     _write_entry(store, entry, path, done)
+            except RemoteError as error:  # a name that was pulled lazily; the error tells of the remote
+                failures.add(f"{printable(path)} is not written: {describe(error)}")
+                continue
             except (CastoreError, OSError) as error:
-                if is_full(error):
-                    raise  # no other file would fit
                 failures.add(describe(error))
+                if is_full(error):
+                    break  # no other file would fit
                 continue
             files, size = files + 1, size + entry.size
     if as_json:

@@ -281,5 +281,6 @@ def test_get_of_a_folder_ends_at_a_full_disk(cli: Cli, store: Store) -> None:
         assert ran.err.count("\n") == 1
         assert "small/large.bin: No space left on device" in ran.err
         assert sorted(_files_below("small")) == ["data/a.txt", "data/b.txt"]
+        assert ran.out.startswith("wrote 2 files (")
     finally:
         subprocess.run(["umount", "small"], check=True)

@@ -774,6 +774,22 @@ def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other:
     assert cli("ls").out == ""
 
 
+def test_get_of_a_folder_names_each_file_that_cannot_come(
+    cli: Cli, store: Store, team: str, other: Store, tmp_path: Path
+) -> None:
+    other.put_many([("set/one", noise(6 << 20, 1)), ("set/two", noise(6 << 20, 2))])
+    other.push(to="theirs")
+    assert cli("pull", "main", "--lazy").code == 0
+    store.put("set/here", b"here")
+    (tmp_path / "the bucket").rename(tmp_path / "gone")
+    ran = cli("get", "-r", "set", "-o", "out")
+    assert ran.code == 1
+    assert re.findall(r"(?m)^castore: (\S+) is not written: ", ran.err) == ["out/one", "out/two"]
+    assert ran.out.startswith("wrote 1 file (4 B) into out")
+    assert [file.name for file in Path("out").iterdir()] == ["here"]
+    end_fetcher(store)
+
+
 def test_a_large_blob_of_which_a_part_is_here_says_so(
     cli: Cli, store: Store, team: str, other: Store
 ) -> None:

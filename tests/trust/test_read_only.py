@@ -281,3 +281,29 @@ def test_another_users_store_is_read_where_its_owner_lets_him() -> None:
                 return store.read_only, store.get("data/a.txt"), store.get("large.bin")
 
         assert in_processes(1, read) == [(True, b"alpha", LARGE)]
+
+
+def test_a_pipeline_takes_what_is_kept_and_says_that_it_can_keep_nothing(
+    tmp_path: Path, freeze: Freeze
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    from castore.adapters.datasets import Pipeline, cached_map
+
+    data = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    with Store(tmp_path / "store") as store:
+        Pipeline([_shout], store=store).run(data)
+    with Store(freeze()) as store:
+        result = Pipeline([_shout], store=store).run(data)
+        assert (result.hits, result.dataset["text"][:]) == (1, ["ONE", "TWO"])
+        with pytest.raises(StoreError, match="can be read and not changed"):
+            Pipeline([_shout, _whisper], store=store).run(data)
+        with pytest.raises(StoreError, match="can be read and not changed"):
+            cached_map(data, _whisper, store=store)
+
+
+def _shout(sample: dict[str, str]) -> dict[str, str]:
+    return {"text": sample["text"].upper()}
+
+
+def _whisper(sample: dict[str, str]) -> dict[str, str]:
+    return {"text": sample["text"].lower()}

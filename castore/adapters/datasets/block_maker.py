@@ -15,10 +15,12 @@ import itertools
 import os
 import statistics
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,7 +54,7 @@ from castore.adapters.datasets.block_step import (
     run_block,
     tells_features,
 )
-from castore.adapters.datasets.block_workers import block_workers
+from castore.adapters.datasets.block_workers import block_workers, was_begun
 from castore.adapters.datasets.call_watch import TooSlowError
 from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
@@ -67,6 +69,10 @@ REMEMBERS = (
     " nothing between two calls, or, if it only loads a model at its first call, load it in a function under"
     " functools.cache"
 )
+#: For so many seconds after a kill no block runs before the last one is kept, unless that takes more seconds
+#: than the second number. A process that was killed early is often killed early again: on a machine that is
+#: taken away, or for memory.
+_CAREFUL_SECONDS, _KEEPING_SECONDS = 2.0, 0.1
 
 
 class BeginsAnewError(Exception):
@@ -185,12 +191,19 @@ class BlockMaker:
         self._others: set[str] = set()  # under which results were named again
         #: Whether the operator remembers rows. No result is kept for other runs then.
         self.remembers = False
+        #: The keys of blocks that were being made when a worker process was killed; and of those of which a
+        #: part was kept.
+        self.lost: set[str] = set()
+        self.begun: set[str] = set()
 
     def __enter__(self) -> BlockMaker:
         with contextlib.ExitStack() as stack:
             file = scratch.new_file(self._store, self._temp_dir)
             stack.callback(scratch.remove, file)
-            self._follows_kill = scratch.follows_kill(file)
+            since_kill = scratch.seconds_after_kill(file)
+            self._follows_kill = since_kill is not None
+            careful = 0.0 if since_kill is None else _CAREFUL_SECONDS - since_kill
+            self._careful_until = time.monotonic() + careful
             self._files = (file.with_name(f"{number:09}.arrow") for number in itertools.count())
             self._guard = threading.Lock()
             # One thread: compression uses all cores by itself.
@@ -227,6 +240,8 @@ class BlockMaker:
                 job = self.job_of_memory(job)
             written.set_result(made.written)
             kept = self._keeper.submit(self._keep, job, made, file)
+            if time.monotonic() < self._careful_until:
+                wait([kept], timeout=_KEEPING_SECONDS)
         else:
             kept = Future[BlockResult]()
             self._waiters.submit(self._make_and_keep, job, file, written, kept)
@@ -253,7 +268,7 @@ class BlockMaker:
                 del self._waiting[kept]
                 kept.result()
 
-    def _await_all(self) -> None:
+    def await_all(self) -> None:
         """Wait for the blocks that are being made, whatever comes of them."""
         wait(self._waiting)
         self._waiting.clear()
@@ -290,7 +305,7 @@ class BlockMaker:
         Raises:
             BeginsAnewError, RemembersError: the operator remembers rows.
         """
-        self._await_all()
+        self.await_all()
         self.require_no_memory()
 
     def job_of_memory(self, job: Job) -> Job:
@@ -303,7 +318,7 @@ class BlockMaker:
 
         It may have begun to do so some blocks before that was seen.
         """
-        self._await_all()
+        self.await_all()
         for key in self.made | self._others:
             self._store.delete(name_of_result(key))
         self._parts.forget()
@@ -361,6 +376,8 @@ class BlockMaker:
         try:
             made = self._make_or_clean(job, file)
         except BaseException as error:  # noqa: BLE001 (the caller's, where it asks for the block)
+            if isinstance(error, BrokenProcessPool) and was_begun(file):
+                self.lost.add(job.key)
             written.set_exception(error)
             kept.set_exception(error)
             return
@@ -527,7 +544,9 @@ class BlockMaker:
         if written.remembers:
             return MadePart(part, part.rows, written, False, None)
         job.wait_for_first()
-        return self._parts.keep(part, written)
+        made = self._parts.keep(part, written)
+        self.begun.add(job.key)
+        return made
 
     def _run(
         self,

@@ -26,9 +26,10 @@ import itertools
 import os
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -66,7 +67,7 @@ from castore.adapters.datasets.private_copies import result_like
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
 from castore.adapters.mapped_check import note_new
-from castore.errors import FullError, InvalidValueError, TooLargeError
+from castore.errors import CacheWarning, FullError, InvalidValueError, TooLargeError, warn
 from castore.keys.encoder import key
 from castore.store import Store
 from castore.system.job_rank import job_rank
@@ -82,6 +83,8 @@ _SHARED = "the ranks of a job share its blocks; a run without a shard sees them 
 #: Seconds for another run to make the first block, before this one guesses its features; and of the first
 #: pause between two looks at it.
 _GUESS_SECONDS, _FIRST_PAUSE = 2.0, 0.02
+# Worker processes that may be killed at one block: the third one is its fault, most likely.
+_KILLS = 3
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
 
@@ -153,6 +156,9 @@ class BlockRun:
         self._claims = BlockClaims(store, fresh=fresh)
         #: The features that were guessed, in JSON, by the key of the first block; None where there are none.
         self._guesses: dict[str, str | None] = {}
+        #: How often a worker process was killed while a block was being made, since a part of it was kept;
+        #: by the block's key.
+        self._killed = Counter[str]()
         #: Whether the operator has turned out to remember rows.
         self.remembers = False
 
@@ -165,8 +171,30 @@ class BlockRun:
 
         Raises:
             NotInBlocksError: the step cannot run block by block, or the store has no room.
+            RuntimeError: worker processes were killed again and again at one block.
             Exception: an exception of the operator; the blocks before that one are kept.
+
+        Warns:
+            CacheWarning: a worker process was killed.
         """
+        while True:
+            try:
+                return self._run_once()
+            except BrokenProcessPool as error:
+                name = self._step.state.name
+                if max(self._killed.values()) == _KILLS:
+                    raise RuntimeError(
+                        f"worker processes of {name!r} were killed {_KILLS} times at the same rows: out of"
+                        " memory? Blocks that were done are kept; run the step again with a smaller num_proc"
+                    ) from error
+                warn(
+                    f"a worker process of {name!r} was killed (out of memory?): the blocks that were being"
+                    " made run again",
+                    CacheWarning,
+                )
+
+    def _run_once(self) -> list[BlockResult]:
+        """The results of all blocks, unless a worker process is killed: then those that are done are kept."""
         started, step = time.time(), self._step
         require_no_memory(step, "gc has taken blocks of it")
         with contextlib.ExitStack() as stack:
@@ -187,6 +215,13 @@ class BlockRun:
                 raise _begins_anew(step, why) from error
             except RemembersError:
                 note_memory(self._store, step)
+                raise
+            except BrokenProcessPool:
+                maker.await_all()
+                for begun in maker.begun:
+                    del self._killed[begun]
+                # It may have happened between two blocks.
+                self._killed.update(maker.lost or [""])
                 raise
             finally:
                 self.remembers = maker.remembers

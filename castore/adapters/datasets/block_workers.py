@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
@@ -60,7 +61,7 @@ class BlockWorkers:
 
         With ``tells``, its process tells the features of the first rows' result, for `first_features`.
         """
-        path = f"{file}.rows"
+        path = _rows_file(file)
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
         return self._pool.submit(_run_own, path, tells, first, features, file, digits, may_end)
@@ -86,6 +87,18 @@ class BlockWorkers:
         """Whether the operator remembers rows that one of the processes, all of them idle, has shown it."""
         looks = [self._pool.submit(_look) for _ in range(self._count)]
         return any(look.result() for look in looks)
+
+
+def was_begun(file: Path) -> bool:
+    """Whether a process has begun with a block, whose result was to be in that file, before one was killed.
+
+    A block that is made in parts has been begun.
+    """
+    return not os.path.exists(_rows_file(file))
+
+
+def _rows_file(file: Path) -> str:
+    return f"{file}.rows"
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from castore.adapters.datasets.descriptions import description_text
 from castore.adapters.datasets.operator_keys import operator_fingerprint
 from castore.adapters.datasets.pipeline import Pipeline, ProgressCallback
 from castore.adapters.datasets.private_copies import own_copy, private_copy
+from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.step_runner import step_key
 from castore.system.forks import reset_after_fork
@@ -84,6 +85,7 @@ class RamPipeline(Pipeline):
         """As `Pipeline.run`, one operator at a time."""
         fingerprint = dataset_fingerprint(dataset, self.store)
         reports: list[StepReport] = []
+        meter = ProgressMeter(self.steps, progress)
         for operator in self.operators:
             one = self._single(operator)
             codes = [operator_fingerprint(step.hashed, step.name) for step in one.steps]
@@ -96,7 +98,8 @@ class RamPipeline(Pipeline):
                 self._results.keep(fingerprint, found)
             else:
                 found = _mark_as_hits(found)
-                self._report_hits(progress, len(reports), found.steps)
+                for number, report in enumerate(found.steps, start=len(reports)):
+                    meter.end(number, report)
             reports += found.steps
             dataset = found.dataset
         return PipelineResult(dataset, reports)
@@ -121,12 +124,6 @@ class RamPipeline(Pipeline):
             progress(dataclasses.replace(state, step=state.step + before, steps=len(self.steps)))
 
         return report
-
-    def _report_hits(self, progress: ProgressCallback | None, before: int, steps: list[StepReport]) -> None:
-        for number, report in enumerate(steps, start=before):
-            if progress is not None:
-                rows = report.rows_in or 0
-                progress(Progress(number, len(self.steps), report.name, report.kind, rows, rows, report))
 
 
 def _mark_as_hits(result: PipelineResult) -> PipelineResult:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from castore.system.forks import ForkSafeLock
 from castore.system.temporary import leftover_folders, make_folder, pid_namespace, process_started
 
 _folders: dict[tuple[int, Path], Path] = {}
-_killed: set[Path] = set()  # places where killed processes had left folders
+_killed: dict[Path, float] = {}  # places where killed processes had left folders; when this was seen
 _guard = ForkSafeLock()
 
 
@@ -43,9 +44,12 @@ def is_ours(file: str | os.PathLike[str]) -> bool:
         return _folders.get((os.getpid(), above.parent)) == above
 
 
-def follows_kill(file: Path) -> bool:
-    """Whether a process was killed that had files in the place where `new_file` has named that one."""
-    return file.parent.parent.parent in _killed
+def seconds_after_kill(file: Path) -> float | None:
+    """Seconds since this process saw that another was killed, which had files in the place where `new_file`
+    has named that one; None if none was.
+    """
+    seen = _killed.get(file.parent.parent.parent)
+    return None if seen is None else time.monotonic() - seen
 
 
 def remove(file: Path) -> None:
@@ -69,7 +73,7 @@ def _process_folder(parent: Path, mode: int) -> Path:
                 parent.parent.mkdir(parents=True, exist_ok=True)
                 make_folder(parent, mode)
             for left in leftover_folders(parent):
-                _killed.add(parent)
+                _killed[parent] = time.monotonic()
                 shutil.rmtree(left, ignore_errors=True)
             name = f"{pid_namespace()}-{os.getpid()}-{process_started(os.getpid()) or 0}-{uuid.uuid4().hex}"
             folder = parent / name

@@ -26,7 +26,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +55,7 @@ from castore.errors import (
     InvalidValueError,
     NotFoundError,
     TooLargeError,
+    read_only_error,
     warn,
 )
 from castore.keys.encoder import key
@@ -71,7 +71,7 @@ _AGAIN = "the function remembers rows that it has seen, as an earlier run has fo
 # A step whose input's files have changed while it ran, and the seconds after which gc removes its folder.
 _UNKEPT, _UNKEPT_SECONDS = "unkept", 86400.0
 _VERSION = 1
-# Runs of a step of which gc takes blocks before they have the step's name, or whose workers are killed.
+# Runs of a step of which gc takes blocks before they have the step's name.
 _ATTEMPTS = 3
 #: Bytes of a result up to which its uncompressed file may stay for as long as the program runs.
 SMALL_FILE_BYTES = 64 << 20
@@ -279,6 +279,7 @@ def run_or_load(
         files: that rows of the input name, whose state is in ``name``; None for none.
 
     Raises:
+        StoreError: the store is read-only, and the result is not kept.
         Exception: an exception of ``make``; nothing is kept then, but for blocks that were finished.
     """
     found = pending_puts.find(store.path, name)  # this thread itself may hold the lock for it
@@ -288,6 +289,8 @@ def run_or_load(
         found.size.result()
     if not fresh and (hit := load_step(store, name, info)) is not None:
         return hit
+    if store.read_only:
+        raise read_only_error(store.path)
     state, files = None if blocks is None else blocks.state, files or InputFiles(None)
     files.begin()
     wanted = _Wanted(store, name, record, options, rows_in, temp_dir, fresh, info, files)
@@ -373,16 +376,8 @@ def _run_in_blocks(wanted: _Wanted, run: BlockRun) -> StepOutcome:
     """
     store, name = wanted.store, wanted.name
     began = time.perf_counter()
-    for attempt in range(_ATTEMPTS):
-        try:
-            results = run.run()
-        except BrokenProcessPool as error:
-            if attempt + 1 == _ATTEMPTS:
-                raise RuntimeError(
-                    f"worker processes of {name!r} were killed {_ATTEMPTS} times: out of memory? Blocks that"
-                    " were done are kept; run the step again with a smaller num_proc"
-                ) from error
-            continue
+    for _ in range(_ATTEMPTS):
+        results = run.run()
         rows = sum(result.rows for result in results)
         reused, saved = saved_by(results)
         measured: dict[str, Any] = {"rows_in": sum(result.rows_in for result in results), "rows_out": rows}

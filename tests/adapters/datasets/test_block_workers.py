@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -295,3 +297,50 @@ def test_a_full_disk_that_an_operator_writes_to_is_not_taken_for_that_of_the_fil
 def test_files_through_which_rows_pass_are_gone_with_the_step(store: Store, log: Path) -> None:
     cached_map(rows(), measure, store=store, num_proc=2)
     assert [path for path in (store.path / layout.WORK).rglob("*") if path.is_file()] == []
+
+
+# --- workers that are killed --------------------------------------------------------------------------------
+
+#: Rows at which a process is killed once. No block runs with more than two of those that have one.
+_MANY, _DEADLY = 4200, range(1200, 4200, 400)
+
+
+def is_killed_once(row: dict[str, Any]) -> dict[str, Any]:
+    if row["n"] in _DEADLY:
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(f"{os.environ['CASTORE_TEST_LOG']}.{row['n']}", os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+    return {"length": len(row["text"])}
+
+
+def test_a_step_outlives_any_number_of_killed_workers_as_long_as_it_gets_on(store: Store, log: Path) -> None:
+    """Regression: the third one ended it, however many blocks were done between."""
+    with pytest.warns(CacheWarning, match="a worker process of 'is_killed_once' was killed") as warned:
+        result = cached_map(rows(_MANY), is_killed_once, num_proc=2, store=store)
+    assert result["length"][:] == [len(text) for text in rows(_MANY)["text"]]
+    assert 3 < len(_DEADLY) // 2 <= len(warned) <= len(_DEADLY)
+
+
+def is_killed_each_time(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    if row["n"] == 1500 and os.path.exists(f"{os.environ['CASTORE_TEST_LOG']}.deadly"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"length": len(row["text"])}
+
+
+def test_a_row_that_kills_every_worker_ends_the_step_and_the_blocks_before_are_kept(
+    store: Store, log: Path
+) -> None:
+    (deadly := Path(f"{log}.deadly")).touch()
+    with (
+        pytest.warns(CacheWarning, match="was killed") as warned,
+        pytest.raises(RuntimeError, match="'is_killed_each_time' were killed 3 times at the same rows"),
+    ):
+        cached_map(rows(), is_killed_each_time, num_proc=2, store=store)
+    assert len(warned) == 2
+    assert Counter(seen(log))[1500] == 3
+    deadly.unlink()
+    log.unlink()
+    result = cached_map(rows(), is_killed_each_time, num_proc=2, store=store)
+    assert result["length"][:] == [len(text) for text in rows()["text"]]
+    assert min(seen(log)) >= FIRST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -12,14 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from castore import Store
+from castore.adapters.datasets import block_maker, cached_map
 from castore.adapters.datasets.block_entries import BLOCKS_FOLDER
 from tests.adapters.datasets import blocks_job
 from tests.adapters.datasets.blocks_job import COUNT, ROWS
-from tests.adapters.datasets.small_blocks import told
+from tests.adapters.datasets.small_blocks import small_blocks, told
 from tests.helpers import LONG
 from tests.warm import WarmPython
 
@@ -204,6 +207,50 @@ def test_a_second_kill_within_a_first_block_costs_a_part_of_it(
     # The first run loses all of its rows, the second one the part that it was at.
     assert COUNT <= job.rows() <= COUNT + 450 + num_proc * _MOST
     assert job.result() == wanted("one_step")
+
+
+class Kept:
+    """Notes how many blocks are kept when a row runs; does not count in keys."""
+
+    store: Store
+    seen: list[int]
+
+    def __castore_key__(self) -> str:
+        return "Kept"
+
+    def __call__(self) -> None:
+        Kept.seen.append(len({entry.digest for entry in Kept.store.entries(BLOCKS_FOLDER)}))
+
+
+kept = Kept()
+
+
+def _longer(row: dict[str, Any]) -> dict[str, Any]:
+    kept()
+    return {"text": row["text"] + "!"}
+
+
+def test_early_on_behind_a_kill_each_block_is_kept_before_the_next_one_runs(
+    jobs: Callable[[], Job], tmp_path: Path
+) -> None:
+    job = jobs()
+    child = job.start("one_step", stop=(20, str(tmp_path / "never")))
+    until(lambda: job.rows() >= 20)
+    kill_all(child)
+    job.end()
+    with (
+        mock.patch.object(block_maker, "_CAREFUL_SECONDS", 1e6),
+        mock.patch.object(block_maker, "_KEEPING_SECONDS", 60.0),
+        small_blocks(blocks_job.BYTES, ROWS),
+        Store(tmp_path / "store", memory=0) as store,
+    ):
+        Kept.store, Kept.seen = store, []
+        cached_map(blocks_job.texts(2000), _longer, store=store)
+        blocks = {entry.digest: entry for entry in store.entries(BLOCKS_FOLDER)}.values()
+        ordered = sorted(blocks, key=lambda entry: entry.created)
+        ends = list(itertools.accumulate(entry.metadata["rows_in"] for entry in ordered))
+        assert len(ends) > 5
+        assert Kept.seen == [sum(end <= row for end in ends) for row in range(2000)]
 
 
 def test_a_worker_that_is_killed_costs_its_blocks_and_the_step_goes_on(
