@@ -523,8 +523,12 @@ def class_values(cls: type) -> list[tuple[str, Any]]:
         (name, item)
         for base in _users_bases(cls)
         for name, item in [*vars(base).items()]
-        if name not in own and not name.startswith("__") and not has_member(type(item), "__get__")
+        if name not in own | _BY_USE and not name.startswith("__") and not has_member(type(item), "__get__")
     ]
+
+
+# A flag of several members is noted there once it was made; those that a class was made with are in another.
+_BY_USE = {"_value2member_map_"}
 
 
 #: The kinds of values that have the values in their class's body as parts.

@@ -72,7 +72,7 @@ def push(
         sent = f"{format_size(pushed.sent)} in {plural(pushed.objects, 'object')}"
         typer.echo(f"pushed {changes} to {at}: {sent}")
     else:
-        typer.echo(f"nothing to push: {at} has {'the others' if pushed.gone else 'it all'}")
+        typer.echo(f"nothing to push: {at} has {'the others' if pushed.gone else 'all that changed here'}")
     if pushed.gone:
         typer.echo(
             f"not pushed: {plural(pushed.gone, 'name')} that others have removed; --restore puts them back,"

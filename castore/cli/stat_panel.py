@@ -130,8 +130,9 @@ def _smaller(ratio: float) -> str:
 
 
 def _saved(stat: Stat) -> str:
-    here = stat.logical - stat.away.size
-    saved = 1 - stat.stored / here if here > 0 else 0.0
+    if stat.away.blobs:  # names may share blobs that are away
+        return ""
+    saved = 1 - stat.stored / stat.logical if stat.logical else 0.0
     return f"; {saved:.0%} saved in all" if saved >= 0.01 else ""
 
 

@@ -186,7 +186,7 @@ def test_push_says_what_it_did_in_one_sentence(cli: Cli, store: Store, team: str
     assert re.fullmatch(
         r"pushed 1 new, 1 changed, 1 removed to main@[0-9a-f]{8}: [\d.]+ (B|KB) in 3 objects\n", out
     )
-    assert cli("push").out == f"nothing to push: main@{commit_of(cli)[:8]} has it all\n"
+    assert cli("push").out == f"nothing to push: main@{commit_of(cli)[:8]} has all that changed here\n"
 
 
 def test_push_tells_all_of_it_in_json(cli: Cli, store: Store, team: str) -> None:
@@ -754,13 +754,14 @@ def test_warm_says_what_is_here(
 
 
 def test_a_lazy_pull_is_told_and_shown(cli: Cli, store: Store, team: str, other: Store) -> None:
-    other.put_many([("set/one", noise(1000, 1)), ("set/two", noise(1000, 2))])
+    other.put_many([("set/one", noise(1000, 1)), ("set/same", noise(1000, 1)), ("set/two", noise(1000, 2))])
     other.push(to="theirs")
-    told = r"pulled 2 new from main@\w{8}: bytes that are not here come when they are read\n"
+    told = r"pulled 3 new from main@\w{8}: bytes that are not here come when they are read\n"
     assert re.fullmatch(told, cli("pull", "main", "--lazy").out)
-    assert [line.split()[2] for line in cli("ls", "-l", "set").out.splitlines()] == ["CODEC", "away", "away"]
+    assert [line.split()[2] for line in cli("ls", "-l", "set").out.splitlines()] == ["CODEC", *3 * ["away"]]
     assert cli("stat", "--json").json["away"] == {"blobs": 2, "size": 2000, "stored": 2000}
     assert "as stored there, in 2 blobs" in cli("stat").out
+    assert "saved in all" not in cli("stat").out  # nothing is here
     assert 'castore_away_bytes{store="' in cli("stat", "--prometheus").out
     assert cli("cat", "set/one").raw == noise(1000, 1)
     assert cli("stat", "set/one", "--json").json["away"] is False

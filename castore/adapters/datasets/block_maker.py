@@ -191,9 +191,9 @@ class BlockMaker:
         self._others: set[str] = set()  # under which results were named again
         #: Whether the operator remembers rows. No result is kept for other runs then.
         self.remembers = False
-        #: The keys of blocks that were being made when a worker process was killed; and of those of which a
-        #: part was kept.
-        self.lost: set[str] = set()
+        #: Blocks that were being made when a worker process was killed: the numbers of their rows, by key.
+        self.lost: dict[str, range] = {}
+        #: The keys of blocks of which a part was kept.
         self.begun: set[str] = set()
 
     def __enter__(self) -> BlockMaker:
@@ -377,7 +377,7 @@ class BlockMaker:
             made = self._make_or_clean(job, file)
         except BaseException as error:  # noqa: BLE001 (the caller's, where it asks for the block)
             if isinstance(error, BrokenProcessPool) and was_begun(file):
-                self.lost.add(job.key)
+                self.lost[job.key] = range(job.first, job.first + len(job.rows))
             written.set_exception(error)
             kept.set_exception(error)
             return

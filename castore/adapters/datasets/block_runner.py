@@ -159,6 +159,7 @@ class BlockRun:
         #: How often a worker process was killed while a block was being made, since a part of it was kept;
         #: by the block's key.
         self._killed = Counter[str]()
+        self._lost: dict[str, range] = {}  # the numbers of the rows of such blocks
         #: Whether the operator has turned out to remember rows.
         self.remembers = False
 
@@ -181,17 +182,25 @@ class BlockRun:
             try:
                 return self._run_once()
             except BrokenProcessPool as error:
-                name = self._step.state.name
-                if max(self._killed.values()) == _KILLS:
+                name, [(key, kills)] = self._step.state.name, self._killed.most_common(1)
+                if kills == _KILLS:
                     raise RuntimeError(
-                        f"worker processes of {name!r} were killed {_KILLS} times at the same rows: out of"
-                        " memory? Blocks that were done are kept; run the step again with a smaller num_proc"
+                        f"worker processes of {name!r} were killed {_KILLS} times at one block"
+                        f"{self._rows_of(key)}: out of memory? Blocks that were done are kept; run the step"
+                        " again with a smaller num_proc"
                     ) from error
                 warn(
                     f"a worker process of {name!r} was killed (out of memory?): the blocks that were being"
                     " made run again",
                     CacheWarning,
                 )
+
+    def _rows_of(self, key: str) -> str:
+        """The rows of a block that was lost, in words; empty if their numbers are not known."""
+        rows = self._lost.get(key)
+        if rows is None or (job_rank()[1] > 1 and not self._step.is_numbered):
+            return ""
+        return f" (rows {rows[0]:,} to {rows[-1]:,} of the step's input)"
 
     def _run_once(self) -> list[BlockResult]:
         """The results of all blocks, unless a worker process is killed: then those that are done are kept."""
@@ -221,7 +230,8 @@ class BlockRun:
                 for begun in maker.begun:
                     del self._killed[begun]
                 # It may have happened between two blocks.
-                self._killed.update(maker.lost or [""])
+                self._killed.update(maker.lost.keys() or [""])
+                self._lost |= maker.lost
                 raise
             finally:
                 self.remembers = maker.remembers

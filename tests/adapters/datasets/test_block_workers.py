@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -334,11 +335,13 @@ def test_a_row_that_kills_every_worker_ends_the_step_and_the_blocks_before_are_k
     (deadly := Path(f"{log}.deadly")).touch()
     with (
         pytest.warns(CacheWarning, match="was killed") as warned,
-        pytest.raises(RuntimeError, match="'is_killed_each_time' were killed 3 times at the same rows"),
+        pytest.raises(RuntimeError, match="'is_killed_each_time' were killed 3 times at one block") as ended,
     ):
         cached_map(rows(), is_killed_each_time, num_proc=2, store=store)
     assert len(warned) == 2
     assert Counter(seen(log))[1500] == 3
+    first, last = re.findall(r"rows ([\d,]+) to ([\d,]+) of", str(ended.value))[0]
+    assert FIRST <= int(first.replace(",", "")) <= 1500 <= int(last.replace(",", "")) < ROWS
     deadly.unlink()
     log.unlink()
     result = cached_map(rows(), is_killed_each_time, num_proc=2, store=store)

@@ -1136,6 +1136,10 @@ class Config:
 class Mode(enum.Enum):
     FAST = 1
 
+class Bits(enum.Flag):
+    ONE = 1
+    TWO = 2
+
 class Pair(NamedTuple):
     left: int = 5
 
@@ -1150,12 +1154,14 @@ class Numbers(Dataset):
         return 3
 
     def __getitem__(self, index):
-        return index * CONFIG.size + MODE.value + PAIR.left + PLAIN.scaled(index) + TABLE[MODE]
+        bits = Bits(1 + index % 2 * 2).value
+        return index * CONFIG.size + MODE.value + PAIR.left + PLAIN.scaled(index) + TABLE[MODE] + bits
 
 def key_of(index):
     return [Store(sys.argv[1]).cached(lambda mode, pair: CONFIG).cache_name(MODE, PAIR)]
 
 if __name__ == "__main__":
+    Bits(3)  # it is noted in the class from now on
     cached = CachedDataset(Numbers(), sys.argv[1])
     loader = DataLoader(cached, num_workers=1, multiprocessing_context="spawn", collate_fn=list)
     print([sample for [sample] in loader], [Numbers()[index] for index in range(3)])
@@ -1173,7 +1179,7 @@ def test_objects_of_a_programs_own_classes_are_no_change_in_a_spawned_worker(tmp
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "[8, 18, 28] [8, 18, 28]\nTrue\n"
+    assert ended.stdout == "[9, 21, 29] [9, 21, 29]\nTrue\n"
 
 
 # A loader's worker prefetches: it goes on after an error. The module changes between wrapping and workers.
