@@ -85,6 +85,8 @@ _SHARED = "the ranks of a job share its blocks; a run without a shard sees them 
 _GUESS_SECONDS, _FIRST_PAUSE = 2.0, 0.02
 # Worker processes that may be killed at one block: the third one is its fault, most likely.
 _KILLS = 3
+# In the place of a block's key: a worker process was killed between two blocks, or by rows for a guess.
+_NO_BLOCK = ""
 # Runs of the blocks whose files change meanwhile. A step that changes its own files runs as one piece.
 _ATTEMPTS = 3
 
@@ -227,10 +229,9 @@ class BlockRun:
                 raise
             except BrokenProcessPool:
                 maker.await_all()
-                for begun in maker.begun:
+                for begun in maker.begun | ({_NO_BLOCK} if maker.made else set()):
                     del self._killed[begun]
-                # It may have happened between two blocks.
-                self._killed.update(maker.lost.keys() or [""])
+                self._killed.update(maker.lost.keys() or [_NO_BLOCK])
                 self._lost |= maker.lost
                 raise
             finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
@@ -27,6 +28,8 @@ from castore.system import worker_processes
 
 # Seconds between two looks whether a block has ended without telling its features.
 _PAUSE = 0.02
+# Seconds between two looks whether a process has ended.
+_LOOK_SECONDS = 1.0
 # Longer features, of very many columns, are not told: a message goes into the pipe as a whole, at once, so
 # neither a killed process nor a caller that does not listen leaves the other waiting.
 _MOST_TOLD = 12 * 1024
@@ -112,18 +115,34 @@ def block_workers(step: BlockStep) -> Iterator[BlockWorkers | None]:
         told, telling = (stack.enter_context(end) for end in context.Pipe(duplex=False))
         stack.enter_context(worker_processes.bound_to_thread())
         own = _Own(step, telling, context.Barrier(step.num_proc))
-        pool = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (own,))
+        pool, is_over = ProcessPoolExecutor(step.num_proc, context, _begin_worker, (own,)), threading.Event()
         try:
             # The processes are forked now: a thread that reads ahead may hold locks later on.
             pool.submit(int).result()
+            threading.Thread(target=_watch, args=(pool, is_over), daemon=True, name="castore-watch").start()
             yield BlockWorkers(pool, step.num_proc, told)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list((pool._processes or {}).values()):
-                process.kill()
+            _kill_all(pool)
             raise
         finally:
+            is_over.set()
             pool.shutdown()
+
+
+def _watch(pool: ProcessPoolExecutor, is_over: threading.Event) -> None:
+    """End all processes of a pool once one has ended.
+
+    The pool itself waits for the end of a pipe, which a process that the function has forked holds open.
+    """
+    while not is_over.wait(_LOOK_SECONDS):
+        if any(process.exitcode is not None for process in list((pool._processes or {}).values())):
+            _kill_all(pool)
+
+
+def _kill_all(pool: ProcessPoolExecutor) -> None:
+    for process in list((pool._processes or {}).values()):
+        process.kill()
 
 
 # --- in a worker ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -320,6 +321,31 @@ def test_a_step_outlives_any_number_of_killed_workers_as_long_as_it_gets_on(stor
         result = cached_map(rows(_MANY), is_killed_once, num_proc=2, store=store)
     assert result["length"][:] == [len(text) for text in rows(_MANY)["text"]]
     assert len(warned) == len(_DEADLY)
+
+
+def is_killed_beside_a_child(row: dict[str, Any]) -> dict[str, Any]:
+    place = f"{os.environ['CASTORE_TEST_LOG']}.child"
+    if row["n"] == 1500 and not os.path.exists(place):
+        Path(place).write_text("")
+        test = os.getppid()
+        if not os.fork():
+            while os.path.exists(place) and os.path.exists(f"/proc/{test}"):
+                time.sleep(0.01)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"length": len(row["text"])}
+
+
+def test_a_worker_is_missed_although_a_process_that_it_has_forked_lives_on(store: Store, log: Path) -> None:
+    """Regression: the pool waited for the end of that process."""
+    child = Path(f"{log}.child")
+    try:
+        with pytest.warns(CacheWarning, match="was killed"):
+            result = cached_map(rows(), is_killed_beside_a_child, num_proc=2, store=store)
+        assert child.exists()
+        assert result["length"][:] == [len(text) for text in rows()["text"]]
+    finally:
+        child.unlink()  # it ends now
 
 
 def is_killed_each_time(row: dict[str, Any]) -> dict[str, Any]:
