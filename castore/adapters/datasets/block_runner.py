@@ -184,11 +184,11 @@ class BlockRun:
             try:
                 return self._run_once()
             except BrokenProcessPool as error:
-                name, [(key, kills)] = self._step.state.name, self._killed.most_common(1)
-                if kills == _KILLS:
+                name, hit = self._step.state.name, [k for k, n in self._killed.items() if n == _KILLS]
+                if hit:
                     raise RuntimeError(
                         f"worker processes of {name!r} were killed {_KILLS} times at one block"
-                        f"{self._rows_of(key)}: out of memory? Blocks that were done are kept; run the step"
+                        f"{self._rows_of(hit)}: out of memory? Blocks that were done are kept; run the step"
                         " again with a smaller num_proc"
                     ) from error
                 warn(
@@ -197,12 +197,13 @@ class BlockRun:
                     CacheWarning,
                 )
 
-    def _rows_of(self, key: str) -> str:
-        """The rows of a block that was lost, in words; empty if their numbers are not known."""
-        rows = self._lost.get(key)
-        if rows is None or (job_rank()[1] > 1 and not self._step.is_numbered):
+    def _rows_of(self, keys: Iterable[str]) -> str:
+        """The rows of blocks that were lost, in words; empty if their numbers are not known."""
+        lost = [self._lost[key] for key in keys if key in self._lost]
+        if not lost or (job_rank()[1] > 1 and not self._step.is_numbered):
             return ""
-        return f" (rows {rows[0]:,} to {rows[-1]:,} of the step's input)"
+        told = (f"{rows[0]:,} to {rows[-1]:,}" for rows in sorted(lost, key=lambda rows: rows[0]))
+        return f" (rows {' or '.join(told)} of the step's input)"
 
     def _run_once(self) -> list[BlockResult]:
         """The results of all blocks, unless a worker process is killed: then those that are done are kept."""
