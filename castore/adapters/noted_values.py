@@ -518,12 +518,12 @@ def class_values(cls: type) -> list[tuple[str, Any]]:
     """Names and values in the bodies of a class and of its bases, if these are the user's and none of their
     methods writes to them. Without functions and other descriptors.
     """
-    own = assigned(cls) | _written_by_methods(cls)
+    own = assigned(cls) | _written_by_methods(cls) | _BY_USE
     return [
         (name, item)
         for base in _users_bases(cls)
         for name, item in [*vars(base).items()]
-        if name not in own | _BY_USE and not name.startswith("__") and not has_member(type(item), "__get__")
+        if name not in own and not name.startswith("__") and not has_member(type(item), "__get__")
     ]
 
 
