@@ -54,13 +54,13 @@ def test_too_few_samples_or_too_little_gain_change_nothing(store: Store) -> None
         store.put(f"few/{number % 90}", SEEN[number % 90])
         store.put(f"noise/{number}", noise(1000, number))
         store.put(f"large/{number}", text(20_000, number))
-    with pytest.raises(DictionaryError, match=r"at least 100 different samples .* found 90 below 'few'"):
+    with pytest.raises(DictionaryError, match=r"samples below 'few' .* at least 100 different .* found 90;"):
         store.train_dictionary("few")
     with pytest.raises(DictionaryError, match=r"does not pay below 'noise'.* nothing was changed"):
         store.train_dictionary("noise")
-    with pytest.raises(DictionaryError, match="found 0 "):
+    with pytest.raises(DictionaryError, match="found 0;"):
         store.train_dictionary("large")
-    with pytest.raises(DictionaryError, match="found 0 "):
+    with pytest.raises(DictionaryError, match="found 0;"):
         store.train_dictionary("few", [SEEN[0] * 100] * 500)
     with pytest.raises(DictionaryError, match=r"no dictionary can be made|does not pay"):
         store.train_dictionary("tiny", [b"%d" % number for number in range(100)])
