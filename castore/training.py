@@ -149,8 +149,8 @@ def _make(prefix: str, samples: list[bytes], most: int, level: int) -> tuple[Tra
     where = f"below {prefix!r}" if prefix else "in the store"
     if len(samples) < _LEAST:
         raise DictionaryError(
-            f"there are too few samples {where} for a dictionary: it takes at least {_LEAST} different ones of"
-            f" at most {format_size(DICTIONARY_LIMIT)}, and castore found {len(samples)}; put more first"
+            f"there are too few samples {where} for a dictionary: it takes at least {_LEAST} different ones"
+            f" of at most {format_size(DICTIONARY_LIMIT)}, and castore found {len(samples)}; put more first"
         )
     held_out = samples[::_HELD_OUT]
     seen: list[Buffer] = [sample for place, sample in enumerate(samples) if place % _HELD_OUT]
