@@ -49,12 +49,14 @@ class BlockClaims:
 
     Args:
         store: keeps the results.
-        fresh: claim every block, also those whose results are kept.
+        fresh: claim every block, also those whose results are kept, but for `made`.
     """
 
     def __init__(self, store: Store, *, fresh: bool) -> None:
         self._store = store
         self._fresh = fresh
+        #: The keys of results that the run has made.
+        self.made: set[str] = set()
         # Keys of blocks that a moment ago no other node shared.
         self._not_shared: set[str] = set()
 
@@ -79,11 +81,11 @@ class BlockClaims:
 
     def find_or_claim(self, digits: str) -> BlockResult | Claim | None:
         """The result of a block; or a claim of it; None if another run, or node, has claimed it."""
-        if self._fresh:
-            return Claim(lambda: None)
-        found = find_result(self._store, digits)
+        found = None if self._fresh and digits not in self.made else find_result(self._store, digits)
         if found is not None:
             return found
+        if self._fresh:
+            return Claim(lambda: None)
         release = store_locks(self._store).claim(name_of_result(digits))
         return None if release is None else self._claim_over_nodes(digits, release)
 

@@ -193,7 +193,7 @@ class BlockMaker:
         self.remembers = False
         #: Blocks that were being made when a worker process was killed: the numbers of their rows, by key.
         self.lost: dict[str, range] = {}
-        #: The keys of blocks of which a part was kept.
+        #: The keys of blocks of which a part was kept that another run takes.
         self.begun: set[str] = set()
 
     def __enter__(self) -> BlockMaker:
@@ -545,7 +545,8 @@ class BlockMaker:
             return MadePart(part, part.rows, written, False, None)
         job.wait_for_first()
         made = self._parts.keep(part, written)
-        self.begun.add(job.key)
+        if not self._parts.fresh:
+            self.begun.add(job.key)
         return made
 
     def _run(

@@ -105,7 +105,8 @@ class BlockParts:
         self._step = step
         self._options = options
         self._key_of = key_of
-        self._fresh = fresh
+        #: Whether no part is found whose result is kept.
+        self.fresh = fresh
         self._has_kept = False
         self._latest: tuple[str, pa.Table] | None = None
         self._made: set[str] = set()  # keys
@@ -132,7 +133,7 @@ class BlockParts:
         if len(rows) <= self._step.at_once:
             return None
         seconds = None if seconds_a_row is None else seconds_a_row * len(rows)
-        self._has_kept = not self._fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
+        self._has_kept = not self.fresh and next(self._store.entries(PARTS_FOLDER), None) is not None
         is_slow = seconds is not None and seconds > self._step.slow_seconds(len(rows))
         by_default = self.fit(rows, seconds_a_row) if is_slow and seconds_a_row is not None else None
         if follows_kill and by_default is None and self._step.decides_features(len(rows), features):

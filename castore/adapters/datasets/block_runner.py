@@ -230,6 +230,7 @@ class BlockRun:
                 raise
             except BrokenProcessPool:
                 maker.await_all()
+                self._claims.made |= maker.made
                 for begun in maker.begun | ({_NO_BLOCK} if maker.made else set()):
                     del self._killed[begun]
                 self._killed.update(maker.lost.keys() or [_NO_BLOCK])
@@ -314,14 +315,14 @@ class BlockRun:
         kept = [item.result() if isinstance(item, Future) else item for item in done]
         if ranks > 1 and not maker.remembers:
             return None
-        results = []
+        results, made = [], self._claims.made | maker.made
         for item in kept:
             result = self._claims.wait_for(item.key) if isinstance(item, _Elsewhere) else item
             if result is None:
                 return None
             if isinstance(item, _Elsewhere):
                 maker.note(item.number, result)
-            results.append(result._replace(reused=result.key not in maker.made))
+            results.append(result._replace(reused=result.key not in made))
         begun = [result for result in results if result.key == keys.guessed_for]
         if begun and not keys.is_confirmed_by(begun[0]):
             raise _WrongGuess

@@ -323,6 +323,27 @@ def test_a_step_outlives_any_number_of_killed_workers_as_long_as_it_gets_on(stor
     assert len(warned) == len(_DEADLY)
 
 
+def test_a_fresh_run_goes_on_behind_the_blocks_that_it_has_made_itself(store: Store, log: Path) -> None:
+    """Else a run whose workers are killed now and then would never end."""
+    cached_map(rows(_MANY), is_killed_on_demand, num_proc=2, store=store)
+    assert Counter(seen(log)) == dict.fromkeys(range(_MANY), 1)
+    log.unlink()
+    Path(f"{log}.deadly").touch()
+    with pytest.warns(CacheWarning, match="was killed") as warned:
+        cached_map(rows(_MANY), is_killed_on_demand, num_proc=2, store=store, load_from_cache_file=False)
+    assert len(warned) == len(_DEADLY)
+    assert set(seen(log)) == set(range(_MANY))
+    # Each kill costs the blocks that run. Begun anew each time, the step would run three times its rows.
+    assert len(seen(log)) < 2 * _MANY
+
+
+def is_killed_on_demand(row: dict[str, Any]) -> dict[str, Any]:
+    note(row)
+    if os.path.exists(f"{os.environ['CASTORE_TEST_LOG']}.deadly"):
+        is_killed_once(row)
+    return {"length": len(row["text"])}
+
+
 def is_killed_beside_a_child(row: dict[str, Any]) -> dict[str, Any]:
     place = f"{os.environ['CASTORE_TEST_LOG']}.child"
     if row["n"] == 1500 and not os.path.exists(place):
