@@ -427,7 +427,9 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 def ids_of_attributes(value: Any) -> list[int]:
     """The identities of an object's attributes. Takes a microsecond."""
-    found = [*map(id, attributes.values())] if (attributes := getattr(value, "__dict__", None)) else []
+    # A copy is made in one go: another thread may set attributes meanwhile.
+    attributes = list((getattr(value, "__dict__", None) or {}).values())
+    found = [*map(id, attributes)]
     return [*found, *map(id, attributes_of(value).values())] if _slots(type(value)) else found
 
 
