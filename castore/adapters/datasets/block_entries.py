@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
@@ -20,7 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.operator_state import Loaded
-from castore.adapters.datasets.tables import row_batches, split_off_first_rows
+from castore.adapters.datasets.tables import split_off_first_rows
 from castore.errors import FullError, NotFoundError, TooLargeError
 from castore.records import LOST, Entry
 from castore.store import Store
@@ -135,7 +135,7 @@ def _result(key: str, entry: Entry, reused: bool) -> BlockResult:
     )
 
 
-def write_result(dataset: datasets.Dataset, file: str) -> str:
+def write_result(batches: Iterable[pa.Table], features: datasets.Features, file: str) -> str:
     """Write rows as one Arrow stream beside a file; returns the stream's path.
 
     The same rows give the same bytes, however they lie in memory or in files: what `map` writes has its
@@ -143,20 +143,30 @@ def write_result(dataset: datasets.Dataset, file: str) -> str:
     found.
 
     Args:
-        dataset: the rows.
+        batches: the rows, as `tables.row_batches` has them.
+        features: their features.
         file: a path of this process's own. A step has written the rows there, perhaps.
     """
     path = f"{file}.block"
-    with (
-        pa.OSFile(path, "wb") as sink,
-        ArrowWriter(features=dataset.features, stream=sink) as writer,
-    ):
-        for number, rows in enumerate(row_batches(dataset)):
+    with pa.OSFile(path, "wb") as sink:
+        _write_stream(batches, features, sink)
+    return path
+
+
+def make_stream(batches: Iterable[pa.Table], features: datasets.Features) -> pa.Buffer:
+    """The same bytes as `write_result` writes, in memory."""
+    sink = pa.BufferOutputStream()
+    _write_stream(batches, features, sink)
+    return sink.getvalue()
+
+
+def _write_stream(batches: Iterable[pa.Table], features: datasets.Features, sink: pa.NativeFile) -> None:
+    with ArrowWriter(features=features, stream=sink) as writer:
+        for number, rows in enumerate(batches):
             table = rows.combine_chunks()
             for piece in split_off_first_rows(table) if number == 0 else (table,):
                 writer.write_table(piece)
         writer.finalize(close_stream=False)
-    return path
 
 
 def remove_result(file: Path) -> None:
@@ -168,7 +178,7 @@ def remove_result(file: Path) -> None:
 def put_result(
     store: Store,
     key: str,
-    path: str,
+    source: str | pa.Buffer,
     rows_in: int,
     rows: int,
     features: str,
@@ -178,27 +188,31 @@ def put_result(
     names_files: bool = False,
     loaded: Loaded = frozenset(),
 ) -> BlockResult:
-    """Keep the result of a block, with the seconds that the operator took for it.
+    """Keep the result of a block, an Arrow stream in memory or in a file, with the seconds that the operator
+    took for it.
 
     Raises:
         NotInBlocksError: it does not fit into the budget, or onto the disk.
     """
+    how: Any = {
+        "codec": options.codec,
+        "level": options.level,
+        "ttl": options.seconds_to_live,
+        "metadata": {
+            "rows_in": rows_in,
+            "rows": rows,
+            "features": features,
+            "seconds": round(seconds, 6),
+            **({"names_files": True} if names_files else {}),
+            **({"loaded": sorted(loaded)} if loaded else {}),
+        },
+    }
+    name = name_of_result(key)
     try:
-        entry = store.put_file(
-            name_of_result(key),
-            path,
-            codec=options.codec,
-            level=options.level,
-            ttl=options.seconds_to_live,
-            metadata={
-                "rows_in": rows_in,
-                "rows": rows,
-                "features": features,
-                "seconds": round(seconds, 6),
-                **({"names_files": True} if names_files else {}),
-                **({"loaded": sorted(loaded)} if loaded else {}),
-            },
-        )
+        if isinstance(source, str):
+            entry = store.put_file(name, source, **how)
+        else:
+            entry = store.put(name, memoryview(source), **how)
     except (FullError, TooLargeError) as error:
         raise NotInBlocksError(NO_ROOM) from error
     return _result(key, entry, False)

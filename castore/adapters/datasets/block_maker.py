@@ -430,7 +430,7 @@ class BlockMaker:
     def _run_whole(self, job: Job, file: Path, *, may_end: bool) -> Written:
         tells = may_end and self._step.decides_features(len(job.rows), job.features)
         written = self._run(
-            job.rows, job.first, job.features, file, job.key, may_end=may_end, tells=tells
+            job.rows, job.first, job.features, file, job.key, may_end=may_end, tells=tells, in_memory=True
         ).result()
         self._seconds_a_row = seconds_of_row(written, len(job.rows))
         self._check_memory(written)
@@ -559,11 +559,13 @@ class BlockMaker:
         *,
         may_end: bool = False,
         tells: bool = False,
+        in_memory: bool = False,
     ) -> Future[Written]:
         if self._workers is not None:  # the first block too: an operator's crash must not end this process
             return self._workers.run(rows, first, features, file, key, may_end, tells=tells)
         done: Future[Written] = Future()
-        done.set_result(run_block(self._step, rows, first, features, file, key, may_end))
+        written = run_block(self._step, rows, first, features, file, key, may_end, in_memory=in_memory)
+        done.set_result(written)
         return done
 
     # Keeping
@@ -576,7 +578,7 @@ class BlockMaker:
             result = put_result(
                 self._store,
                 job.key,
-                written.path,
+                written.path if written.data is None else written.data,
                 len(job.rows),
                 written.rows,
                 written.features,
@@ -594,7 +596,8 @@ class BlockMaker:
             self.made.add(job.key)
             is_kept = True
         finally:
-            remove_result(file)
+            if written.data is None:
+                remove_result(file)
             job.claim.end(is_kept=is_kept)
         self._check_room(result)
         self._progress.count(job.number, len(job.rows), reused=False)

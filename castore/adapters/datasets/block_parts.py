@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import pyarrow as pa
-from datasets.table import InMemoryTable, table_cast
+from datasets.table import table_cast
 
 from castore.adapters.datasets.block_entries import NO_ROOM, BlockResult, NotInBlocksError, write_result
 from castore.adapters.datasets.block_step import (
@@ -34,6 +34,7 @@ from castore.adapters.datasets.block_step import (
 )
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.source_blocks import SourceBlock, block_of_rows, cut_rows
+from castore.adapters.datasets.tables import batches_of
 from castore.errors import FullError, StoreError, TooLargeError
 from castore.records import LOST
 from castore.store import Store
@@ -436,12 +437,11 @@ class Joined:
         except (TypeError, pa.ArrowException):
             # Large integers beside fractions, or nulls from a block in which others were texts.
             return None
-        info = datasets.DatasetInfo(features=features)
-        rows = datasets.Dataset(InMemoryTable(pa.concat_tables(tables)), info=info, fingerprint="joined")
+        rows = pa.concat_tables(tables)
         seconds = sum(part.seconds for part in self._made)
         names_files = any(part.names_files for part in self._made)
         loaded = frozenset[tuple[str, str]]().union(*(part.loaded for part in self._made))
-        path = write_result(rows, str(file))
+        path = write_result(batches_of(rows), features, str(file))
         return Written(path, len(rows), self.features, seconds, names_files, loaded=loaded)
 
 

@@ -54,7 +54,6 @@ from castore.adapters.datasets.block_maker import (
 from castore.adapters.datasets.block_parts import BlockParts
 from castore.adapters.datasets.block_step import (
     GUESS_ROWS,
-    MIXED_ANSWERS,
     UNCHANGED,
     BlockStep,
     Written,
@@ -64,6 +63,7 @@ from castore.adapters.datasets.cutting import LARGEST_BYTES
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.dataset_fingerprint import features_text, format_digest
 from castore.adapters.datasets.private_copies import result_like
+from castore.adapters.datasets.row_block import MIXED_ANSWERS
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
 from castore.adapters.mapped_check import note_new

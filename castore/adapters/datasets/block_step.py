@@ -10,6 +10,8 @@ Must never take an operator's own exception for such a reason.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import time
@@ -23,14 +25,15 @@ import pyarrow as pa
 from datasets import arrow_dataset, arrow_writer
 from datasets.table import InMemoryTable
 
-from castore.adapters.datasets.block_entries import NotInBlocksError, write_result
+from castore.adapters.datasets.block_entries import NotInBlocksError, make_stream, write_result
 from castore.adapters.datasets.call_watch import CallWatch, EarlyCalls
 from castore.adapters.datasets.cutting import Cut, is_small
 from castore.adapters.datasets.descriptions import copy_format
 from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.adapters.datasets.operator_state import Loaded, OperatorState
-from castore.adapters.datasets.tables import rows_name_files
+from castore.adapters.datasets.row_block import MIXED_ANSWERS, MadeRows
+from castore.adapters.datasets.tables import row_batches, rows_name_files
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
@@ -46,18 +49,15 @@ GUESS_ROWS = 16
 NULL_TYPE = '"dtype": "null"'
 #: In the place of a result's features: the step has changed nothing.
 UNCHANGED = "null"
-#: The function decides by the row whether it returns anything.
-MIXED_ANSWERS = (
-    "the function returns None for some rows and results for others, and what `datasets` makes of that "
-    "depends on the first row and the last one of all; return None for all rows or for none"
-)
 
 
-class BlockCall(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class BlockCall:
     """A block for an operator, with the place and the form of its result.
 
     Attributes:
-        rows: the block.
+        source: the step's input.
+        table: the block.
         first: the number of its first row among all rows of the step's input.
         features: the features of the result; None to find them.
         file: the path for an Arrow file of the result.
@@ -65,12 +65,35 @@ class BlockCall(NamedTuple):
         watch: for the calls of the function, but for coroutine functions.
     """
 
-    rows: datasets.Dataset
+    source: datasets.Dataset
+    table: pa.Table
     first: int
     features: datasets.Features | None
     file: Path
     fingerprint: str
     watch: CallWatch
+
+    @functools.cached_property
+    def rows(self) -> datasets.Dataset:
+        """The block as a dataset, in the format of the input."""
+        info, split = self.source.info.copy(), self.source.split
+        block = datasets.Dataset(
+            InMemoryTable(self.table), info=info, split=split, fingerprint=self.fingerprint
+        )
+        copy_format(self.source, block)
+        return block
+
+    def made(self, result: datasets.Dataset | MadeRows) -> MadeRows:
+        """The result of the operator on the block."""
+        if isinstance(result, MadeRows):
+            return result
+        return MadeRows(
+            lambda: row_batches(result),
+            len(result),
+            result.features,
+            result._indices is None and result._data.table is self.rows._data.table,
+            lambda: rows_name_files(result),
+        )
 
 
 class BlockStep(NamedTuple):
@@ -94,7 +117,7 @@ class BlockStep(NamedTuple):
     """
 
     dataset: datasets.Dataset
-    run: Callable[[BlockCall], datasets.Dataset]
+    run: Callable[[BlockCall], datasets.Dataset | MadeRows]
     counted: Any
     rule: Cut
     state: OperatorState
@@ -166,10 +189,10 @@ def _is_json(value: Any) -> bool:
 
 
 class Written(NamedTuple):
-    """A block's result in a file.
+    """A block's result, an Arrow stream.
 
     Attributes:
-        path: the file.
+        path: of its file, unless it is in memory.
         rows: rows in it.
         features: its features in JSON, or `UNCHANGED`.
         seconds: the time that the step took.
@@ -178,6 +201,7 @@ class Written(NamedTuple):
         keys: the keys of the dicts that the function returned: all different sets of them, each in order.
         remembers: whether the operator was seen to remember rows.
         loaded: the objects that its operator had loaded.
+        data: the stream, if it is in memory.
     """
 
     path: str
@@ -189,6 +213,7 @@ class Written(NamedTuple):
     keys: frozenset[tuple[str, ...]] = frozenset()
     remembers: bool = False
     loaded: Loaded = frozenset()
+    data: pa.Buffer | None = None
 
 
 def parse_features(features: str) -> datasets.Features:
@@ -222,8 +247,10 @@ def run_block(
     digits: str,
     may_end: bool = False,
     tell: Callable[[str | None], object] | None = None,
+    *,
+    in_memory: bool = False,
 ) -> Written:
-    """Run a step on a block, and write its result to a file.
+    """Run a step on a block, and write its result.
 
     Args:
         step: the step.
@@ -232,11 +259,11 @@ def run_block(
         file, digits: the path for the result, and its key.
         may_end: whether the run may end early.
         tell: receives the features of the first rows' result before the rest runs; see `_first_features`.
+        in_memory: do not write a result to a file that was made in memory.
 
     Raises:
         TooSlowError: the block takes long, and ``may_end`` is set.
     """
-    block = _as_dataset(step, rows, digits)
     known = None if features is None or features == UNCHANGED else parse_features(features)
     step.state.begin()
     began = time.perf_counter()
@@ -244,28 +271,34 @@ def run_block(
         watch = _watch(step, first, len(rows), may_end=may_end)
         if tell is not None:
             tell(_first_features(step, rows, first, file, digits))
-        result = step.run(BlockCall(block, first, known, file, digits, watch))
+        call = BlockCall(step.dataset, rows, first, known, file, digits, watch)
+        made = call.made(step.run(call))
     if step.at_once == 1 and len(watch.keys) > 1:
         # A further key is dropped, or is an error, by the first of the rows that `datasets` writes at once.
         raise _rare_key_error(repr(_rare_key(watch.keys)))
-    if not result.column_names:
+    if not made.features:
         raise NotInBlocksError("its result has no columns, and so no rows; have the function return some")
-    made = _features_of(result, block)
-    if features is not None and (made == UNCHANGED) != (features == UNCHANGED):
+    found = _features_of(made)
+    if features is not None and (found == UNCHANGED) != (features == UNCHANGED):
         raise NotInBlocksError(MIXED_ANSWERS)
-    path = write_result(result, str(file))
-    seconds, names_files = time.perf_counter() - began, rows_name_files(result)
+    path, data = "", None
+    if in_memory and made.is_in_memory:
+        data = make_stream(made.batches(), made.features)
+    else:
+        path = write_result(made.batches(), made.features, str(file))
+    seconds, names_files = time.perf_counter() - began, made.name_files()
     remembers = step.state.has_changed()
     return Written(
         path,
-        len(result),
-        made,
+        made.rows,
+        found,
         seconds,
         names_files,
         watch.seconds_a_row(),
         frozenset(watch.keys),
         remembers,
         step.state.loaded,
+        data,
     )
 
 
@@ -314,20 +347,9 @@ def _rare_key(keys: Collection[tuple[str, ...]]) -> str:
     return min(key for key in every if not all(key in one for one in keys))
 
 
-def _as_dataset(step: BlockStep, rows: pa.Table, digits: str) -> datasets.Dataset:
-    """Rows of a step's input, in its format."""
-    dataset = step.dataset
-    block = datasets.Dataset(
-        InMemoryTable(rows), info=dataset.info.copy(), split=dataset.split, fingerprint=digits
-    )
-    copy_format(dataset, block)
-    return block
-
-
-def _features_of(result: datasets.Dataset, block: datasets.Dataset) -> str:
+def _features_of(made: MadeRows) -> str:
     """The features of a result in JSON, or `UNCHANGED`."""
-    is_unchanged = result._indices is None and result._data.table is block._data.table
-    return UNCHANGED if is_unchanged else json.dumps(result.features.to_dict())
+    return UNCHANGED if made.is_unchanged else json.dumps(made.features.to_dict())
 
 
 def tells_features(rows: int, features: str) -> bool:
@@ -353,14 +375,15 @@ def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, dig
     # The block is slow, not these rows.
     most = step.slow_seconds(len(rows)) * count / len(rows)
     watch = CallWatch(step.state, early, first, count, step.at_once, most, keeps_all=True)
-    block, place = _as_dataset(step, rows.slice(0, count), digits), file.with_suffix(".first")
+    place = file.with_suffix(".first")
+    call = BlockCall(step.dataset, rows.slice(0, count), first, None, place, digits, watch)
     try:
-        result = step.run(BlockCall(block, first, None, place, digits, watch))
+        made = call.made(step.run(call))
     finally:
         place.unlink(missing_ok=True)
     watch.keep_calls()
-    features = _features_of(result, block)
-    return features if tells_features(len(result), features) else None
+    features = _features_of(made)
+    return features if tells_features(made.rows, features) else None
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.operator_state import OperatorState
+from castore.adapters.datasets.row_block import MadeRows, RowForm
 from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, parts_of, tried_rows
 from castore.adapters.datasets.steps import AWAITED_ROWS, operator_name
 from castore.adapters.datasets.streams import keep_calls
@@ -238,7 +239,9 @@ def _in_blocks(
     is_rowwise = is_batched and rowwise and not drops
     tried = 0
 
-    def run(call: BlockCall) -> datasets.Dataset:
+    form = RowForm.of(dataset) if _takes_rows(function, arguments, dataset) else None
+
+    def run(call: BlockCall) -> datasets.Dataset | MadeRows:
         nonlocal tried
         if drops and call.first and len(call.rows) < size:
             return call.rows.select([])  # `map` gives rows back where it drops all of them
@@ -249,9 +252,17 @@ def _in_blocks(
         with loops_closed(function) as own:
             watched = own if is_async else CallWatched(own, call.watch)
 
+            def numbered(places: Sequence[int]) -> Any:
+                if not is_numbered:
+                    return watched
+                return _Numbered(watched, [call.first + n for n in places], bool(arguments["with_rank"]))
+
+            if form is not None and (alone := form.block(call.table, call.file)) is not None:
+                made: MadeRows = getattr(alone, kind)(numbered(range(len(call.table))), **passed)
+                return made
+
             def run_rows(places: Sequence[int], **more: Any) -> datasets.Dataset:
-                numbers = [call.first + place for place in places]
-                called = _Numbered(watched, numbers, bool(arguments["with_rank"])) if is_numbered else watched
+                called = numbered(places)
                 rows = call.rows if len(places) == len(call.rows) else call.rows.select(places)
                 return getattr(rows, kind)(
                     called,
@@ -289,6 +300,19 @@ def _in_blocks(
         num_proc=num_proc,
         title=arguments["desc"] or kind.title(),
     )
+
+
+def _takes_rows(function: Any, arguments: dict[str, Any], dataset: datasets.Dataset) -> bool:
+    """Whether rows can go through a function one by one as `RowBlock` does it."""
+    if arguments["batched"] or arguments["with_rank"] or inspect.iscoroutinefunction(function):
+        return False
+    if arguments.get("features") is not None:
+        return False  # as the caller writes them: `datasets` may have to make others of them
+    named: list[str] = []
+    for argument in ("input_columns", "remove_columns"):
+        given = arguments.get(argument)
+        named += [given] if isinstance(given, str) else given or []
+    return arguments["input_columns"] != [] and {*named} <= {*dataset.column_names}
 
 
 def _depends_on_block_alone(function: Any, arguments: dict[str, Any]) -> bool:

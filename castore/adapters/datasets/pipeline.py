@@ -41,6 +41,7 @@ from castore.adapters.datasets.private_copies import own_copy
 from castore.adapters.datasets.progress_meter import ProgressMeter
 from castore.adapters.datasets.reports import PipelineResult, Progress, StepReport
 from castore.adapters.datasets.retention import drop_intermediate
+from castore.adapters.datasets.row_block import MadeRows, RowForm
 from castore.adapters.datasets.step_plan import PlannedStep, counted_operator, plan_steps
 from castore.adapters.datasets.steps import (
     BATCH_ROWS,
@@ -526,15 +527,17 @@ class _Run:
                 return None
 
         is_filter = step.kind == "filter"  # whose result has the features of its input
+        form = None if step.sees_batches() or step.is_async() else RowForm.of(dataset)
 
-        def run(call: BlockCall) -> datasets.Dataset:
+        def run(call: BlockCall) -> datasets.Dataset | MadeRows:
             # The rows are counted block by block: an operator may run in another process. A filter gives the
             # numbers of rows, which are few enough for memory.
             file = None if is_filter else str(call.file)
             options = RunOptions(
                 file=file, watch=call.watch, fingerprint=call.fingerprint, features=call.features
             )
-            return step.run(call.rows, options)
+            alone = None if form is None else form.block(call.table, call.file)
+            return step.run(call.rows, options) if alone is None else step.run_rows(alone, options)
 
         return BlockStep(
             dataset,

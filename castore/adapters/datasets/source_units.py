@@ -29,7 +29,13 @@ from castore.adapters.datasets.cutting import Cut, cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.forecast import Piece
 from castore.adapters.datasets.mapped_files import store_locks
-from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset, fingerprint_of_key
+from castore.adapters.datasets.tables import (
+    DatasetPart,
+    KeptFile,
+    batches_of,
+    describe_dataset,
+    fingerprint_of_key,
+)
 from castore.adapters.mapped_check import note_new
 from castore.errors import CacheWarning, FullError, NotFoundError, TooLargeError, warn
 from castore.records import LOST, Entry, Found, has_expired
@@ -306,12 +312,10 @@ def _put_blocks(
     batch: Batch, tables: Iterator[pa.Table], features: datasets.Features, work: Path
 ) -> Iterator[tuple[str, int]]:
     """Put rows as blocks; yields their digests and rows."""
-    info = datasets.DatasetInfo(features=features)
     done: set[str] = set()
     for number, block in enumerate(cut(tables, Cut())):
         # Joined, so that the file's bytes do not depend on how the rows came.
-        table = InMemoryTable(block.combine_chunks())
-        path = write_result(datasets.Dataset(table, info=info, fingerprint="block"), str(work))
+        path = write_result(batches_of(block.combine_chunks()), features, str(work))
         name = f"{UNITS_FOLDER}/{number}"
         digest = batch.put_file(name, path)
         os.unlink(path)

@@ -27,6 +27,7 @@ import datasets
 from castore.adapters.datasets import juicer
 from castore.adapters.datasets.call_watch import CallWatch, CallWatched
 from castore.adapters.datasets.event_loops import loops_closed
+from castore.adapters.datasets.row_block import MadeRows, RowBlock
 from castore.errors import InvalidValueError
 from castore.system import worker_processes
 
@@ -95,6 +96,11 @@ class Step:
         """The dataset after this step."""
         with worker_processes.bound_to_thread() if options.num_proc else contextlib.nullcontext():
             return _PASSES[self.kind](self.operator, dataset, options)
+
+    def run_rows(self, rows: RowBlock, options: RunOptions) -> MadeRows:
+        """The rows of a block after this step, of `BLOCK_KINDS`, whose operator sees one row at a time."""
+        made: MadeRows = _PASSES[self.kind](self.operator, rows, options)
+        return made
 
     def sees_batches(self) -> bool:
         """Whether the operator sees `BATCH_ROWS` rows at a time, not one: of a step of `BLOCK_KINDS`, or of a

@@ -123,6 +123,12 @@ def row_batches(dataset: datasets.Dataset) -> Iterator[pa.Table]:
         yield from dataset.with_format("arrow").iter(batch_rows(dataset))
 
 
+def batches_of(table: pa.Table) -> Iterator[pa.Table]:
+    """A table as tables of about 8 MiB, as `row_batches` has them."""
+    at_once = rows_a_batch(table.nbytes, len(table))
+    return (table.slice(begin, at_once) for begin in range(0, len(table), at_once))
+
+
 def _split_by_files(tables: Iterable[pa.Table], features: datasets.Features) -> Iterator[pa.Table]:
     """Tables so that the files that rows name have about 8 MiB a table."""
     for table in tables:
@@ -179,10 +185,12 @@ def split_off_first_rows(table: pa.Table) -> Iterator[pa.Table]:
 
 def batch_rows(dataset: datasets.Dataset) -> int:
     """Rows of a dataset that take about 8 MiB."""
-    if not len(dataset):
-        return 1
-    average = max(1, int(dataset._data.nbytes) // max(1, len(dataset._data)))
-    return max(1, _BATCH_BYTES // average)
+    return rows_a_batch(int(dataset._data.nbytes), len(dataset._data)) if len(dataset) else 1
+
+
+def rows_a_batch(size: int, rows: int) -> int:
+    """How many rows take about 8 MiB where so many take ``size`` bytes."""
+    return max(1, _BATCH_BYTES // max(1, size // max(1, rows)))
 
 
 class KeptFile(NamedTuple):

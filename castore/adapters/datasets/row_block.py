@@ -1,0 +1,359 @@
+"""A block whose rows go through a function one by one, as in `Dataset.map` and `Dataset.filter`.
+
+`datasets` makes a dataset, its description and a file for each call of `map`, which is most of what a small
+block costs besides its function. Here a function gets the same rows in the same types, and its results are
+cast by `datasets`' own writer; only what is made around them is left out.
+
+Must never give a function other rows than `datasets` does, or cast its results by rules of its own. Other
+formats, batches and all else that cannot be alike are left to `datasets`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import datasets
+import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
+from datasets.features.features import require_decoding
+from datasets.formatting import PythonFormatter
+from datasets.formatting.formatting import LazyDict, LazyRow
+from datasets.table import InMemoryTable
+
+from castore.adapters.datasets.block_entries import NotInBlocksError
+from castore.adapters.datasets.named_files import may_name_files, names_local_files
+from castore.adapters.datasets.tables import rows_a_batch
+
+#: The function decides by the row whether it returns anything.
+MIXED_ANSWERS = (
+    "the function returns None for some rows and results for others, and what `datasets` makes of that "
+    "depends on the first row and the last one of all; return None for all rows or for none"
+)
+# Values of a column become Python's objects for so many bytes of rows at a time.
+_DECODED_BYTES = 256 * 1024
+# Results that take more bytes go to a file.
+_MOST_IN_MEMORY = 64 * 1024 * 1024
+# Rows that are written at a time: `datasets`' default. The first ones decide the types.
+_WRITTEN_ROWS = 1000
+# In the place of a value that was given to a function, which may have changed it.
+_TAKEN = object()
+
+
+class MadeRows(NamedTuple):
+    """The result of a step on a block.
+
+    Attributes:
+        batches: gives the rows, as tables of about 8 MiB.
+        rows: their number.
+        features: their features.
+        is_unchanged: whether they are the block itself.
+        name_files: whether they name local files; of a selection, whether the rows do that it was made from.
+        is_in_memory: whether they are in memory, and not too many to be written there.
+    """
+
+    batches: Callable[[], Iterator[pa.Table]]
+    rows: int
+    features: datasets.Features
+    is_unchanged: bool
+    name_files: Callable[[], bool]
+    is_in_memory: bool = False
+
+
+class RowForm:
+    """The schema and features that all blocks of a step's input have.
+
+    Args:
+        dataset: the input, in `datasets`' default format.
+    """
+
+    def __init__(self, dataset: datasets.Dataset) -> None:
+        self.features = dataset.features
+        self.schema = self.features.arrow_schema
+        self.formatter = PythonFormatter(features=self.features, lazy=True)
+        #: Columns whose values are more than what Arrow makes of them: images, say.
+        self.decoded = {name for name, feature in self.features.items() if require_decoding(feature)}
+
+    @classmethod
+    def of(cls, dataset: datasets.Dataset) -> RowForm | None:
+        """The form of an input; None if `datasets` has to run its rows."""
+        is_default = dataset._format_type is None and not dataset._format_kwargs
+        return cls(dataset) if is_default and len(dataset.features) else None
+
+    def block(self, table: pa.Table, file: Path) -> RowBlock | None:
+        """Rows of the input; None if `datasets` would cast them first.
+
+        Args:
+            table: the rows, at least one.
+            file: a path for results that are too large for memory.
+        """
+        return RowBlock(self, table, file) if table.schema.equals(self.schema) else None
+
+
+class RowBlock:
+    """Rows, with methods that take the place of those of `datasets.Dataset`.
+
+    Args:
+        form: of the step's input.
+        table: the rows, at least one.
+        file: a path for results that are too large for memory.
+    """
+
+    def __init__(self, form: RowForm, table: pa.Table, file: Path) -> None:
+        self._form = form
+        self._file = file
+        self._table = table.combine_chunks()
+        self._columns = {name: self._table.column(name).chunk(0) for name in self._table.column_names}
+        self._at_once = max(1, _DECODED_BYTES * len(table) // max(1, table.nbytes))
+        self._decoded: dict[str, tuple[int, list[Any]]] = {}
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *,
+        with_indices: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        remove_columns: str | Sequence[str] | None = None,
+        writer_batch_size: int | None = _WRITTEN_ROWS,
+        features: datasets.Features | None = None,
+        disable_nullable: bool = False,
+        fn_kwargs: dict[str, Any] | None = None,
+        **writing: Any,
+    ) -> MadeRows:
+        """`Dataset.map` for a function of one row; the arguments are the same.
+
+        Args:
+            writing: ``on_mixed_types``, as for `map`. Others say where `datasets` would keep the result, or
+                are of no use for single rows.
+
+        Raises:
+            NotInBlocksError: the function returns None for the first row, and not for all.
+            Exception: an exception of the function.
+        """
+        removed, named = _names(remove_columns) or [], _names(input_columns)
+        keywords = fn_kwargs or {}
+        mixed = {"on_mixed_types": writing["on_mixed_types"]} if "on_mixed_types" in writing else {}
+        tables = _Tables(self._file)
+        writer: _TableWriter | None = None
+        has_result = False
+        for place in range(len(self._table)):
+            row = self._row(place)
+            given = [row] if named is None else [self.value(name, place) for name in named]
+            result = function(*given, *((place,) if with_indices else ()), **keywords)
+            has_result = result is not None
+            if not has_result:
+                continue
+            made = self._merged(row, place, result, removed, is_lazy=named is None)
+            if place == 0:
+                writer = _TableWriter(
+                    tables,
+                    features=self._form.features if features is None else features,
+                    update_features=features is None,
+                    writer_batch_size=writer_batch_size,
+                    disable_nullable=disable_nullable,
+                    **mixed,
+                )
+            if writer is None:
+                raise NotInBlocksError(MIXED_ANSWERS)
+            writer.add(made)
+        if writer is None or not has_result:
+            return self._made(self._table, self._form.features, self._table, is_unchanged=True)
+        writer.finalize(close_stream=False)
+        table = tables.read()
+        return self._made(table, writer._features, table)
+
+    def filter(
+        self,
+        function: Callable[..., Any],
+        *,
+        with_indices: bool = False,
+        input_columns: str | Sequence[str] | None = None,
+        fn_kwargs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> MadeRows:
+        """`Dataset.filter` for a function of one row; the arguments are the same.
+
+        Raises:
+            Exception: an exception of the function.
+        """
+        named, keywords = _names(input_columns), fn_kwargs or {}
+        kept = []
+        for place in range(len(self._table)):
+            given = (
+                [{name: self.value(name, place) for name in self._columns}]
+                if named is None
+                else [self.value(name, place) for name in named]
+            )
+            if function(*given, *((place,) if with_indices else ()), **keywords):
+                kept.append(place)
+        is_whole = len(kept) == len(self._table)
+        table = self._table if is_whole else self._table.take(pa.array(kept, pa.uint64()))
+        return self._made(table, self._form.features, self._table)
+
+    def value(self, name: str, place: int) -> Any:
+        """A value, as a new object of Python's."""
+        if name not in self._form.decoded:
+            begin, values = self._decoded.get(name, (0, []))
+            if not begin <= place < begin + len(values):
+                begin, values = place, self._columns[name].slice(place, self._at_once)
+                try:
+                    values = values.to_pylist()
+                except (ValueError, pa.ArrowException):
+                    values = []  # the error of another row
+                self._decoded[name] = begin, values
+            if values and values[place - begin] is not _TAKEN:
+                value, values[place - begin] = values[place - begin], _TAKEN
+                return value
+        return self._form.formatter.format_column(self._table.select([name]).slice(place, 1))[0]
+
+    def one_row(self, place: int) -> pa.Table:
+        """A row as a table."""
+        return self._table.slice(place, 1)
+
+    def _row(self, place: int) -> _Row:
+        return _Row(self, place, self._columns, self._form.formatter)
+
+    def _merged(self, row: _Row, place: int, result: Any, removed: Sequence[str], *, is_lazy: bool) -> Any:
+        """The row with what the function has returned."""
+        returned_row = isinstance(result, LazyDict)
+        if returned_row:
+            result = {name: v for name, v in result.data.items() if name not in result.keys_to_format}
+        elif not isinstance(result, Mapping | pa.Table) and not _is_frame(result):
+            self._refuse(place, result)
+        before = row.data if is_lazy else self._columns
+        unread = row.keys_to_format if is_lazy else before
+        merged = {
+            name: self._columns[name].slice(place, 1) if name in unread else v for name, v in before.items()
+        }
+        for name in removed:
+            merged.pop(name, None)
+            if returned_row:
+                result.pop(name, None)
+        return {**merged, **result} if isinstance(result, Mapping) else result
+
+    def _refuse(self, place: int, result: Any) -> NoReturn:
+        """Raise the error that `datasets` has for such a result."""
+        row = datasets.Dataset(InMemoryTable(self.one_row(place)), fingerprint="refused")
+        row.map(lambda _: result, keep_in_memory=True, load_from_cache_file=False, new_fingerprint="refused")
+        raise TypeError(f"a function of rows has to return a dict or None, not {type(result).__name__}")
+
+    @staticmethod
+    def _made(
+        table: pa.Table, features: datasets.Features, source: pa.Table, *, is_unchanged: bool = False
+    ) -> MadeRows:
+        at_once = rows_a_batch(source.nbytes, len(source))
+        return MadeRows(
+            lambda: (table.slice(begin, at_once) for begin in range(0, len(table), at_once)),
+            len(table),
+            features,
+            is_unchanged,
+            lambda: may_name_files(features) and names_local_files(source, features),
+            table.nbytes <= _MOST_IN_MEMORY,
+        )
+
+
+class _Row(LazyRow):  # type: ignore[misc]
+    """A row whose values are made when they are asked for."""
+
+    def __init__(self, block: RowBlock, place: int, names: Mapping[str, Any], formatter: Any) -> None:
+        self._block = block
+        self._place = place
+        self.formatter = formatter
+        self.data = dict.fromkeys(names)
+        self.keys_to_format = set(names)
+
+    @property
+    def pa_table(self) -> pa.Table:
+        """The row."""
+        return self._block.one_row(self._place)
+
+    def format(self, key: str) -> Any:
+        """The value of a column."""
+        return self._block.value(key, self._place)
+
+    def __reduce__(self) -> Any:
+        """A plain row of `datasets`: a copy must not take the whole block along."""
+        row = self.pa_table.take(pa.array([0]))  # a slice would take along what it was cut from
+        return _plain_row, (row, self.formatter, self.data, self.keys_to_format)
+
+
+def _plain_row(table: pa.Table, formatter: Any, data: dict[str, Any], unread: set[str]) -> LazyRow:
+    row = LazyRow(table, formatter)
+    row.data, row.keys_to_format = data, unread
+    return row
+
+
+class _TableWriter(ArrowWriter):  # type: ignore[misc]
+    """Casts rows as its base does, and keeps them as tables.
+
+    Args:
+        tables: takes them.
+        options: as for `ArrowWriter`.
+    """
+
+    def __init__(self, tables: _Tables, **options: Any) -> None:
+        super().__init__(stream=tables, **options)
+
+    def add(self, row: Any) -> None:
+        """Add a row: a dict, a table, or a frame of pandas or polars."""
+        if isinstance(row, dict):
+            self.write(row)
+        elif isinstance(row, pa.Table):
+            self.write_row(row)
+        else:
+            self.write_row(pa.Table.from_pandas(row) if _is_frame(row, "pandas") else row.to_arrow())
+
+    def _build_writer(self, inferred_schema: pa.Schema) -> None:
+        self._schema, self._features = self._build_schema(inferred_schema)
+        self.pa_writer = self.stream
+
+
+class _Tables:
+    """Tables in memory, or in a file if they are large.
+
+    Args:
+        file: the path of the file.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._tables: list[pa.Table] = []
+        self._bytes = 0
+        self._sink: Any = None
+
+    def write_table(self, table: pa.Table, _rows: int) -> None:
+        """Add a table."""
+        if self._sink is None:
+            self._tables.append(table)
+            self._bytes += table.nbytes
+            if self._bytes <= _MOST_IN_MEMORY:
+                return
+            self._sink = pa.ipc.new_stream(str(self._file), table.schema)
+        else:
+            self._tables = [table]
+        for waiting in self._tables:
+            self._sink.write_table(waiting)
+        self._tables = []
+
+    def close(self) -> None:
+        """End the file."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def read(self) -> pa.Table:
+        """All rows; those of a file are mapped, and stay after it is removed."""
+        if self._sink is None:
+            return pa.concat_tables(self._tables)
+        return pa.ipc.open_stream(pa.memory_map(str(self._file))).read_all()
+
+
+def _names(names: str | Sequence[str] | None) -> list[str] | None:
+    return [names] if isinstance(names, str) else None if names is None else list(names)
+
+
+def _is_frame(value: Any, *libraries: str) -> bool:
+    """Whether a value is a frame of one of the libraries; by default of pandas or polars."""
+    found = (sys.modules.get(name) for name in libraries or ("pandas", "polars"))
+    return any(isinstance(value, library.DataFrame) for library in found if library is not None)

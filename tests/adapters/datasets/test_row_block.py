@@ -1,0 +1,447 @@
+"""Rows that go through a function one by one: as in `datasets` to the function, and in their result."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import decimal
+import json
+import pickle
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import PIL.Image
+import pyarrow as pa
+import pytest
+from datasets import Array2D, ClassLabel, Features, Image, List, Value
+from datasets.formatting.formatting import LazyRow
+
+from castore.adapters.datasets import row_block
+from castore.adapters.datasets.block_entries import NotInBlocksError, make_stream
+from castore.adapters.datasets.row_block import MadeRows, RowForm
+from castore.adapters.datasets.tables import row_batches
+
+Row = Any
+Function = Callable[..., Any]
+
+
+def picture(shade: int) -> dict[str, Any]:
+    image = PIL.Image.new("L", (3, 2), shade)
+    return dict(Image().encode_example(image))
+
+
+def texts() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": [f"line {n} é" for n in range(7)], "n": range(7)})
+
+
+def kinds() -> datasets.Dataset:
+    features = Features(
+        {
+            "label": ClassLabel(names=["no", "yes"]),
+            "small": Value("int16"),
+            "real": Value("float32"),
+            "flag": Value("bool"),
+            "raw": Value("binary"),
+            "when": Value("timestamp[us]"),
+            "price": Value("decimal128(9, 2)"),
+            "long": Value("large_string"),
+            "list": List(Value("int32")),
+            "deep": {"a": Value("int64"), "b": List({"c": Value("string")})},
+            "grid": Array2D((2, 2), "int8"),
+            "nothing": Value("null"),
+        }
+    )
+    rows = [
+        {
+            "label": n % 2,
+            "small": n,
+            "real": None if n == 1 else n / 3,
+            "flag": n > 2,
+            "raw": bytes([n]) * n,
+            "when": datetime.datetime(2026, 1, 1 + n),  # noqa: DTZ001
+            "price": decimal.Decimal(n) / 4,
+            "long": None if n == 0 else "x" * n,
+            "list": None if n == 2 else list(range(n)),
+            "deep": {"a": n, "b": [{"c": str(n)}] * n},
+            "grid": [[n, 1], [2, 3]],
+            "nothing": None,
+        }
+        for n in range(5)
+    ]
+    return datasets.Dataset.from_list(rows, features=features)
+
+
+def pictures() -> datasets.Dataset:
+    features = Features(
+        {"image": Image(), "raw": Image(decode=False), "many": List(Image()), "n": Value("int64")}
+    )
+    rows = {
+        "image": [None if n == 2 else picture(n) for n in range(4)],
+        "raw": [picture(n) for n in range(4)],
+        "many": [[picture(n)] * n for n in range(4)],
+        "n": range(4),
+    }
+    table = pa.Table.from_pydict(rows, schema=features.arrow_schema)
+    return datasets.Dataset(datasets.table.InMemoryTable(table), info=datasets.DatasetInfo(features=features))
+
+
+def nothing_at_first() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"n": [None, None, 1, 2, None], "text": [None, "a", "b", None, "c"]})
+
+
+INPUTS = [texts, kinds, pictures, nothing_at_first]
+
+
+def first_column(row: Row) -> str:
+    return str(next(iter(row)))
+
+
+def pops(row: Row) -> Row:
+    row.pop(first_column(row))
+    return row
+
+
+def deletes_and_returns_other(row: Row) -> Row:
+    del row[first_column(row)]
+    return {"new": 1}
+
+
+def changes_in_place(row: Row) -> Row:
+    row["more"] = [1, 2]
+    row["more"].append(len(row))
+    return {}
+
+
+def joins(row: Row) -> Row:
+    return row | {"new": 1.5}
+
+
+def joins_behind(row: Row) -> Row:
+    return {"new": 1.5} | row
+
+
+def updates(row: Row) -> Row:
+    row |= {"new": "x"}
+    return row
+
+
+def copies(row: Row) -> Row:
+    other, third = row.copy(), copy.deepcopy(dict(row))
+    other["keys"] = sorted(third)
+    return other
+
+
+def appends_to_own_lists(row: Row) -> Row:
+    other = row.copy()
+    for name in row:
+        if isinstance(row[name], list):
+            other[name].append(None)
+    return row
+
+
+def as_table(row: Row) -> Any:
+    return pa.table({"length": [len(row)]})
+
+
+def as_frame(row: Row) -> Any:
+    return pd.DataFrame({"length": [len(row)], "name": [first_column(row)]})
+
+
+def fails_at_third(row: Row, seen: list[int]) -> Row:
+    seen.append(1)
+    if len(seen) == 3:
+        raise LookupError("the third row")
+    return {"new": 1}
+
+
+MAPS: dict[str, Function] = {
+    "same": lambda row: row,
+    "nothing": lambda row: None,
+    "empty": lambda row: {},
+    "new": lambda row: {"new": len(row)},
+    "all": dict,
+    "spread": lambda row: {**row, "new": 1},
+    "replaced": lambda row: {first_column(row): [1, 2]},
+    "replaced by None": lambda row: {first_column(row): None},
+    "pops": pops,
+    "deletes": deletes_and_returns_other,
+    "in place": changes_in_place,
+    "joins": joins,
+    "joins behind": joins_behind,
+    "updates": updates,
+    "copies": copies,
+    "appends": appends_to_own_lists,
+    "table": as_table,
+    "frame": as_frame,
+    "user dict": lambda row: UserDict(new=1),
+    "array": lambda row: {"array": np.arange(len(row), dtype=np.int8), "one": np.float32(1)},
+    "image": lambda row: {"drawn": PIL.Image.new("L", (2, 2), len(row))},
+    "label": lambda row: {"n": 1 if "n" in row else None},
+    "wrong": lambda row: 3,
+    "a bool": lambda row: True,
+    "a list": lambda row: [1],
+    "a string": lambda row: "text",
+}
+NUMBERED: dict[str, Function] = {
+    "mixed": lambda row, n: {"mixed": [1, "a", {"b": 2}][n % 3]},
+    "types that grow": lambda row, n: {"grows": [None, 1, 2.5][min(2, n)]},
+    "other keys": lambda row, n: {"ab"[n % 2]: 1},
+    "text for numbers": lambda row, n: {"n": 1 if n < 2 else "text"},
+    "nothing but at first": lambda row, n: {"new": 1} if n == 0 else None,
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few at a time": {"writer_batch_size": 2},
+    "no nulls": {"disable_nullable": True},
+    "types as they are": {"on_mixed_types": None},
+}
+
+
+def outcome(make: Callable[[], datasets.Dataset | MadeRows], source: datasets.Dataset) -> Any:
+    """The result of a map or filter, in a form that can be compared; an error by its type and text."""
+    try:
+        made = make()
+        if isinstance(made, datasets.Dataset):
+            unchanged = made._indices is None and made._data.table is source._data.table
+            stream = make_stream(row_batches(made), made.features)
+            return (
+                made.features,
+                json.dumps(made.features.to_dict()),
+                unchanged,
+                len(made),
+                stream.to_pybytes(),
+            )
+        stream = make_stream(made.batches(), made.features)
+        text = json.dumps(made.features.to_dict())
+        return made.features, text, made.is_unchanged, made.rows, stream.to_pybytes()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def block_of(dataset: datasets.Dataset, folder: Path) -> row_block.RowBlock:
+    form = RowForm.of(dataset)
+    assert form is not None
+    block = form.block(dataset.data.table, folder / "rows")
+    assert block is not None
+    return block
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", [*MAPS, *NUMBERED])
+@pytest.mark.parametrize("make", INPUTS)
+def test_a_map_gives_what_datasets_gives(
+    make: Callable[[], datasets.Dataset], name: str, how: str, tmp_path: Path
+) -> None:
+    source, arguments = make(), {**HOWS[how], "with_indices": name in NUMBERED}
+    function = {**MAPS, **NUMBERED}[name]
+    plain = outcome(lambda: source.map(function, **arguments), source)
+    assert outcome(lambda: block_of(source, tmp_path).map(function, **arguments), source) == plain
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (lambda row, n: {"at": n}, {"with_indices": True}),
+        (lambda text: {"upper": text.upper()}, {"input_columns": "text"}),
+        (
+            lambda n, text, at: {"both": f"{n}{text}{at}"},
+            {"input_columns": ["n", "text"], "with_indices": True},
+        ),
+        (lambda text: {"upper": text.upper()}, {"input_columns": ["text"], "remove_columns": "text"}),
+        (lambda row: {"upper": row["text"].upper()}, {"remove_columns": ["text", "n"]}),
+        (lambda row: row, {"remove_columns": ["text"]}),
+        (pops, {"remove_columns": ["text"]}),
+        (lambda row: {"text": 1}, {"remove_columns": ["text"]}),
+        (lambda row: None, {"remove_columns": ["text"]}),
+        (lambda row, suffix: {"text": row["text"] + suffix}, {"fn_kwargs": {"suffix": "!"}}),
+        (
+            lambda row: {"n": row["n"]},
+            {"features": Features({"text": Value("string"), "n": Value("float32")})},
+        ),
+        (lambda row: {"n": row["n"]}, {"features": Features({"n": Value("int8"), "text": Value("string")})}),
+        (lambda row: {"more": 1}, {"features": Features({"text": Value("string"), "n": Value("int8")})}),
+        (lambda row: {"n": "text"}, {"features": Features({"text": Value("string"), "n": Value("int8")})}),
+    ],
+)
+def test_the_arguments_of_a_map_mean_what_they_mean_to_datasets(
+    function: Function, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    source = texts()
+    plain = outcome(lambda: source.map(function, **arguments), source)
+    assert outcome(lambda: block_of(source, tmp_path).map(function, **arguments), source) == plain
+
+
+@pytest.mark.parametrize("make", INPUTS)
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (lambda row: True, {}),
+        (lambda row: [], {}),
+        (lambda row: len(str(row)) % 3, {}),
+        (lambda row: np.bool_(first_column(row) in row), {}),
+        (lambda row: type(row) is not dict, {}),
+        (lambda row, n: n % 2, {"with_indices": True}),
+        (lambda row, n, least: n > least, {"with_indices": True, "fn_kwargs": {"least": 2}}),
+        (lambda row: row["no such column"], {}),
+    ],
+)
+def test_a_filter_gives_what_datasets_gives(
+    make: Callable[[], datasets.Dataset], function: Function, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    source = make()
+    plain = outcome(lambda: source.filter(function, **arguments), source)
+    assert outcome(lambda: block_of(source, tmp_path).filter(function, **arguments), source) == plain
+
+
+def test_a_filter_of_named_columns_gives_what_datasets_gives(tmp_path: Path) -> None:
+    source = texts()
+    arguments: dict[str, Any] = {"input_columns": ["n", "text"]}
+    plain = outcome(lambda: source.filter(lambda n, text: str(n) in text and n, **arguments), source)
+    ours = block_of(source, tmp_path)
+    assert outcome(lambda: ours.filter(lambda n, text: str(n) in text and n, **arguments), source) == plain
+
+
+@pytest.mark.parametrize("make", INPUTS)
+@pytest.mark.parametrize("kind", ["map", "filter"])
+def test_a_function_sees_what_datasets_shows(
+    make: Callable[[], datasets.Dataset], kind: str, tmp_path: Path
+) -> None:
+    source = make()
+
+    def shown(rows: Any) -> list[Any]:
+        seen: list[Any] = []
+
+        def look(row: Row) -> None:
+            names = list(row)
+            about = [isinstance(row, LazyRow), isinstance(row, dict), names, len(row), names[0] in row]
+            values = [(type(row[name]), plain_value(row[name])) for name in names]
+            seen.append((about, values, [plain_value(row.get("no such column", 5))]))
+
+        getattr(rows, kind)(look)
+        return seen
+
+    assert shown(block_of(source, tmp_path)) == shown(source)
+
+
+def plain_value(value: Any) -> Any:
+    if isinstance(value, PIL.Image.Image):
+        return value.mode, value.size, value.tobytes()
+    return [plain_value(item) for item in value] if isinstance(value, list) else value
+
+
+def test_a_row_can_be_sent_to_another_process_without_its_block(tmp_path: Path) -> None:
+    source = datasets.Dataset.from_dict({"text": ["x" * 1000] * 100, "n": range(100)})
+    sizes, rows = [], []
+
+    def sends(row: Row) -> None:
+        row["n"]
+        data = pickle.dumps(row)
+        sizes.append(len(data))
+        rows.append(pickle.loads(data))
+
+    block_of(source, tmp_path).map(sends)
+    assert max(sizes) < 5000
+    assert [row["n"] for row in rows] == list(range(100))
+    assert rows[3]["text"] == "x" * 1000
+    assert rows[3].pa_table.num_rows == 1
+
+
+def test_a_value_of_which_a_part_is_changed_is_read_anew(tmp_path: Path) -> None:
+    source = datasets.Dataset.from_dict({"list": [[1], [2]]})
+
+    def changes(row: Row) -> Row:
+        one, other = row.copy(), row.copy()
+        one["list"].append(9)
+        return {"other": other["list"], "row": row["list"], "one": one["list"]}
+
+    for rows in (source, block_of(source, tmp_path)):
+        made = rows.map(changes)
+        table = pa.concat_tables(made.batches()) if isinstance(made, MadeRows) else made.data.table
+        assert table.to_pylist()[0] == {"list": [1], "other": [1], "row": [1], "one": [1, 9]}
+
+
+def test_an_error_of_the_function_comes_out_as_it_is(tmp_path: Path) -> None:
+    seen: list[int] = []
+    with pytest.raises(LookupError, match=r"^the third row$"):
+        block_of(texts(), tmp_path).map(fails_at_third, fn_kwargs={"seen": seen})
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_results_for_some_rows_only_are_left_to_datasets_unless_it_takes_them(
+    first: bool, tmp_path: Path
+) -> None:
+    def some(row: Row) -> Row:
+        return {"new": 1} if (row["n"] == 0) == first or row["n"] == 6 else None
+
+    source = texts()
+    if first:
+        plain = outcome(lambda: source.map(some), source)
+        assert plain[3] == 2
+        assert outcome(lambda: block_of(source, tmp_path).map(some), source) == plain
+    else:
+        with pytest.raises(NotInBlocksError, match="returns None for some rows"):
+            block_of(source, tmp_path).map(some)
+
+
+def test_one_row_that_is_no_text_is_the_only_one_that_fails(tmp_path: Path) -> None:
+    broken = pa.StringArray.from_buffers(
+        4, pa.py_buffer(np.array([0, 1, 2, 3, 4], np.int32)), pa.py_buffer(b"ab\xffd")
+    )
+    source = datasets.Dataset(datasets.table.InMemoryTable(pa.table({"text": broken})))
+    seen: list[Any] = []
+
+    def look(row: Row) -> None:
+        try:
+            seen.append(row["text"])
+        except UnicodeDecodeError:
+            seen.append(None)
+
+    block_of(source, tmp_path).map(look)
+    assert seen == ["a", "b", None, "d"]
+
+
+def test_results_that_are_too_large_for_memory_go_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = datasets.Dataset.from_dict({"n": range(100)})
+    grows: Function = lambda row: {"text": "x" * row["n"] * 10}  # noqa: E731
+    plain = outcome(lambda: source.map(grows), source)
+    monkeypatch.setattr(row_block, "_MOST_IN_MEMORY", 5000)
+    made = block_of(source, tmp_path).map(grows, writer_batch_size=8)
+    assert (tmp_path / "rows").stat().st_size > 40_000
+    assert not made.is_in_memory
+    (tmp_path / "rows").unlink()
+    assert outcome(lambda: made, source) == plain
+
+
+def test_what_datasets_alone_can_do_is_left_to_it(tmp_path: Path) -> None:
+    source = texts()
+    assert RowForm.of(source.with_format("numpy")) is None
+    assert RowForm.of(source.with_transform(lambda rows: rows)) is None
+    form = RowForm.of(source.with_format("python"))
+    assert form is not None
+    coded = source.data.table.set_column(0, "text", source.data.table["text"].dictionary_encode())
+    assert form.block(coded, tmp_path / "rows") is None
+
+
+def test_rows_that_lie_in_several_pieces_are_the_same(tmp_path: Path) -> None:
+    whole = texts().data.table
+    pieces = pa.concat_tables([whole.slice(0, 3), whole.slice(3, 1), whole.slice(4)])
+    form = RowForm.of(texts())
+    assert form is not None
+
+    def streams() -> Iterator[bytes]:
+        for table in (whole, pieces):
+            block = form.block(table, tmp_path / "rows")
+            assert block is not None
+            for made in (block.map(lambda row: {"m": row["n"]}), block.filter(lambda row: row["n"] % 2)):
+                yield make_stream(made.batches(), made.features).to_pybytes()
+
+    first, second, third, fourth = streams()
+    assert (first, second) == (third, fourth)
