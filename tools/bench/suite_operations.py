@@ -119,8 +119,8 @@ _CASTORES_STAGES = (
     "load_from_disk (datasets/load.py)",
     "Store.__init__ (castore/store.py)",
     "describe (castore/adapters/datasets/operator_description.py)",
-    "load (castore/adapters/datasets/step_runner.py)",
-    "_Run._reports_before (castore/adapters/datasets/pipeline.py)",
+    "load_step (castore/adapters/datasets/step_runner.py)",
+    "PipelineRun._report_hits (castore/adapters/datasets/pipeline_run.py)",
     "Dataset.__getitem__ (datasets/arrow_dataset.py)",
     "Store.close (castore/store.py)",
 )

@@ -596,8 +596,7 @@ class BlockMaker:
             self.made.add(job.key)
             is_kept = True
         finally:
-            if written.data is None:
-                remove_result(file)
+            remove_result(file)
             job.claim.end(is_kept=is_kept)
         self._check_room(result)
         self._progress.count(job.number, len(job.rows), reused=False)

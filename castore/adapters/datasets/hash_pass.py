@@ -25,6 +25,7 @@ from castore.adapters.datasets.cutting import Cut
 from castore.adapters.datasets.dataset_entries import StorageOptions
 from castore.adapters.datasets.operator_state import OperatorState
 from castore.adapters.datasets.private_copies import result_like
+from castore.adapters.datasets.row_block import MadeRows, RowForm, made_rows
 from castore.adapters.datasets.steps import BATCH_ROWS, RunOptions, Step, hash_rows
 from castore.adapters.datasets.tables import table_in_memory, table_mapped
 from castore.keys.table_digest import table_digest
@@ -54,9 +55,10 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         operator: the fingerprint of the deduplicator, as `compute_hash` sees it.
         options: ``num_proc``, ``on_rows`` and ``title`` of the `BlockStep`.
     """
+    form = None if step.sees_batches() or step.is_async() else RowForm.of(dataset)
 
-    def run(call: BlockCall) -> datasets.Dataset:
-        return _new_columns(step, call)
+    def run(call: BlockCall) -> MadeRows:
+        return _new_columns(step, call, form)
 
     return BlockStep(
         dataset,
@@ -72,27 +74,29 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
     )
 
 
-def _new_columns(step: Step, call: BlockCall) -> datasets.Dataset:
-    """The columns that a deduplicator adds to a block."""
-    rows = call.rows
-    features = None if call.features is None else datasets.Features({**rows.features, **call.features})
+def _new_columns(step: Step, call: BlockCall, form: RowForm | None) -> MadeRows:
+    """The columns that a deduplicator adds to a block of that form."""
+    given, alone = call.source.features, None if form is None else form.block(call.table, call.file)
+    features = None if call.features is None else datasets.Features({**given, **call.features})
     options = RunOptions(
         file=str(call.file), watch=call.watch, fingerprint=call.fingerprint, features=features
     )
-    hashed = hash_rows(step.operator, rows, options)
-    new = [name for name in hashed.column_names if name not in rows.column_names]
-    given = rows.column_names
-    if not new or len(hashed) != len(rows):
+    made = call.made(hash_rows(step.operator, call.rows if alone is None else alone, options))
+    new = [name for name in made.features if name not in given]
+    if not new or made.rows != len(call.table):
         raise NotInBlocksError("its compute_hash adds no column, or has other rows")
-    if given != [name for name in hashed.column_names if name in given] or _differ(rows, hashed, given):
+    hashed = pa.concat_tables(made.batches())
+    columns = call.table.column_names
+    if columns != [name for name in hashed.column_names if name in given] or _differ(
+        call.table, hashed.select(columns)
+    ):
         raise NotInBlocksError("its compute_hash changes columns that it is given")
-    return hashed.select_columns(new)
+    table = hashed.select(new)
+    return made_rows(table, datasets.Features({name: made.features[name] for name in new}), table)
 
 
-def _differ(one: datasets.Dataset, other: datasets.Dataset, columns: list[str]) -> bool:
-    tables = (dataset.data.table.select(columns) for dataset in (one, other))
-    first, second = map(table_digest, tables)
-    return first != second
+def _differ(one: pa.Table, other: pa.Table) -> bool:
+    return table_digest(one) != table_digest(other)
 
 
 def compute_hashes(

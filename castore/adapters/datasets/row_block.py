@@ -62,6 +62,21 @@ class MadeRows(NamedTuple):
     is_in_memory: bool = False
 
 
+def made_rows(
+    table: pa.Table, features: datasets.Features, source: pa.Table, *, is_unchanged: bool = False
+) -> MadeRows:
+    """Rows of those features in memory, or mapped, that were made from those of ``source``."""
+    at_once = rows_a_batch(source.nbytes, len(source))
+    return MadeRows(
+        lambda: (table.slice(begin, at_once) for begin in range(0, len(table), at_once)),
+        len(table),
+        features,
+        is_unchanged,
+        lambda: may_name_files(features) and names_local_files(source, features),
+        table.nbytes <= _MOST_IN_MEMORY,
+    )
+
+
 class RowForm:
     """The schema and features that all blocks of a step's input have.
 
@@ -159,10 +174,10 @@ class RowBlock:
                 raise NotInBlocksError(MIXED_ANSWERS)
             writer.add(made)
         if writer is None or not has_result:
-            return self._made(self._table, self._form.features, self._table, is_unchanged=True)
+            return made_rows(self._table, self._form.features, self._table, is_unchanged=True)
         writer.finalize(close_stream=False)
         table = tables.read()
-        return self._made(table, writer._features, table)
+        return made_rows(table, writer._features, table)
 
     def filter(
         self,
@@ -190,7 +205,7 @@ class RowBlock:
                 kept.append(place)
         is_whole = len(kept) == len(self._table)
         table = self._table if is_whole else self._table.take(pa.array(kept, pa.uint64()))
-        return self._made(table, self._form.features, self._table)
+        return made_rows(table, self._form.features, self._table)
 
     def value(self, name: str, place: int) -> Any:
         """A value, as a new object of Python's."""
@@ -238,20 +253,6 @@ class RowBlock:
         row = datasets.Dataset(InMemoryTable(self.one_row(place)), fingerprint="refused")
         row.map(lambda _: result, keep_in_memory=True, load_from_cache_file=False, new_fingerprint="refused")
         raise TypeError(f"a function of rows has to return a dict or None, not {type(result).__name__}")
-
-    @staticmethod
-    def _made(
-        table: pa.Table, features: datasets.Features, source: pa.Table, *, is_unchanged: bool = False
-    ) -> MadeRows:
-        at_once = rows_a_batch(source.nbytes, len(source))
-        return MadeRows(
-            lambda: (table.slice(begin, at_once) for begin in range(0, len(table), at_once)),
-            len(table),
-            features,
-            is_unchanged,
-            lambda: may_name_files(features) and names_local_files(source, features),
-            table.nbytes <= _MOST_IN_MEMORY,
-        )
 
 
 class _Row(LazyRow):  # type: ignore[misc]

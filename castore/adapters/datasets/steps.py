@@ -227,10 +227,12 @@ def _deduplicate(operator: Any, dataset: datasets.Dataset, options: RunOptions) 
     return drop_duplicates(operator, hash_rows(operator, dataset, options), dataset.column_names)
 
 
-def hash_rows(operator: Any, dataset: datasets.Dataset, options: RunOptions) -> datasets.Dataset:
-    """The first pass of a deduplicator: the dataset with the columns that its `process` reads."""
+def hash_rows(
+    operator: Any, rows: datasets.Dataset | RowBlock, options: RunOptions
+) -> datasets.Dataset | MadeRows:
+    """The first pass of a deduplicator: the rows with the columns that its `process` reads."""
     function, batched = _method(operator, "compute_hash")
-    return dataset.map(_observed(function, batched, options), batched=batched, **options.keywords())
+    return rows.map(_observed(function, batched, options), batched=batched, **options.keywords())
 
 
 def drop_duplicates(operator: Any, hashed: datasets.Dataset, columns: Sequence[str]) -> datasets.Dataset:
