@@ -33,7 +33,7 @@ from castore.adapters.datasets.lazy_table import LazyTable
 from castore.adapters.datasets.named_files import file_sizes, may_name_files
 from castore.adapters.datasets.operator_state import Loaded, OperatorState
 from castore.adapters.datasets.row_block import MIXED_ANSWERS, MadeRows
-from castore.adapters.datasets.tables import row_batches, rows_name_files
+from castore.adapters.datasets.tables import row_batches, rows_name_files, rows_size
 
 # Formats in which a function sees Arrow's chunks, or what follows from them.
 _AS_IT_LIES = ("arrow", "pandas", "polars")
@@ -169,7 +169,7 @@ def can_cut(dataset: datasets.Dataset, *, small: bool = False) -> bool:
     if small:
         return True
     rows = len(dataset)
-    size = int(dataset._data.nbytes / max(1, len(dataset._data)) * rows)
+    size = rows_size(dataset)
     if not is_small(rows, size):
         return True
     table = dataset._data

@@ -20,7 +20,7 @@ import datasets
 
 from castore.adapters.datasets.lazy_dataset import LazyDataset
 from castore.adapters.datasets.lazy_table import LazyTable
-from castore.adapters.datasets.tables import arrow_streams
+from castore.adapters.datasets.tables import arrow_streams, rows_size
 from castore.objects.encode import encode_small, slices
 from castore.settings import Settings
 from castore.units import format_size
@@ -207,8 +207,7 @@ def logical_size(dataset: datasets.Dataset) -> int:
     """About how many bytes a dataset takes as Arrow files."""
     if isinstance(dataset, LazyDataset):
         return dataset.size
-    whole = len(dataset._data)
-    return round(dataset._data.nbytes * len(dataset) / whole) if whole else 0
+    return rows_size(dataset)
 
 
 def measure_ratio(dataset: datasets.Dataset, codec: str, level: int | None = None) -> float:

@@ -98,13 +98,17 @@ class RowForm:
         return cls(dataset) if is_default and len(dataset.features) else None
 
     def block(self, table: pa.Table, file: Path) -> RowBlock | None:
-        """Rows of the input; None if `datasets` would cast them first.
+        """Rows of the input; None if `datasets` would cast them first, or they are too large for one piece.
 
         Args:
             table: the rows, at least one.
             file: a path for results that are too large for memory.
         """
-        return RowBlock(self, table, file) if table.schema.equals(self.schema) else None
+        if not table.schema.equals(self.schema):
+            return None
+        whole = table.combine_chunks()
+        is_one = all(column.num_chunks == 1 for column in whole.columns)  # 2 GiB of texts are not
+        return RowBlock(self, whole, file) if is_one else None
 
 
 class RowBlock:
@@ -112,15 +116,15 @@ class RowBlock:
 
     Args:
         form: of the step's input.
-        table: the rows, at least one.
+        table: the rows, at least one, in one piece.
         file: a path for results that are too large for memory.
     """
 
     def __init__(self, form: RowForm, table: pa.Table, file: Path) -> None:
         self._form = form
         self._file = file
-        self._table = table.combine_chunks()
-        self._columns = {name: self._table.column(name).chunk(0) for name in self._table.column_names}
+        self._table = table
+        self._columns = {name: table.column(name).chunk(0) for name in table.column_names}
         self._at_once = max(1, _DECODED_BYTES * len(table) // max(1, table.nbytes))
         self._decoded: dict[str, tuple[int, list[Any]]] = {}
 
@@ -215,11 +219,12 @@ class RowBlock:
                 begin, values = place, self._columns[name].slice(place, self._at_once)
                 try:
                     values = values.to_pylist()
-                except (ValueError, pa.ArrowException):
-                    values = []  # the error of another row
+                except Exception:  # noqa: BLE001 (of a row's value: it comes again, for that row)
+                    values = []
                 self._decoded[name] = begin, values
-            if values and values[place - begin] is not _TAKEN:
-                value, values[place - begin] = values[place - begin], _TAKEN
+            value = values[place - begin] if values else _TAKEN
+            if value is not _TAKEN:
+                values[place - begin] = _TAKEN
                 return value
         return self._form.formatter.format_column(self._table.select([name]).slice(place, 1))[0]
 

@@ -193,6 +193,12 @@ def rows_a_batch(size: int, rows: int) -> int:
     return max(1, _BATCH_BYTES // max(1, size // max(1, rows)))
 
 
+def rows_size(dataset: datasets.Dataset) -> int:
+    """About how many bytes the rows of a dataset take as Arrow files; of a selection its own rows alone."""
+    whole = len(dataset._data)
+    return round(dataset._data.nbytes * len(dataset) / whole) if whole else 0
+
+
 class KeptFile(NamedTuple):
     """An Arrow stream that is in the store already, by its digest of 64 hexadecimal digits."""
 

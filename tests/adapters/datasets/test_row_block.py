@@ -25,6 +25,7 @@ from castore.adapters.datasets import row_block
 from castore.adapters.datasets.block_entries import NotInBlocksError, make_stream
 from castore.adapters.datasets.row_block import MadeRows, RowForm
 from castore.adapters.datasets.tables import row_batches
+from tests.helpers import LONG
 
 Row = Any
 Function = Callable[..., Any]
@@ -125,6 +126,12 @@ def joins_behind(row: Row) -> Row:
     return {"new": 1.5} | row
 
 
+def copies_deeply(row: Row) -> Row:
+    other = copy.deepcopy(row)
+    other["more"] = [type(other[name]).__name__ for name in other]
+    return other
+
+
 def updates(row: Row) -> Row:
     row |= {"new": "x"}
     return row
@@ -175,6 +182,7 @@ MAPS: dict[str, Function] = {
     "joins behind": joins_behind,
     "updates": updates,
     "copies": copies,
+    "copies deeply": copies_deeply,
     "appends": appends_to_own_lists,
     "table": as_table,
     "frame": as_frame,
@@ -404,6 +412,30 @@ def test_one_row_that_is_no_text_is_the_only_one_that_fails(tmp_path: Path) -> N
 
     block_of(source, tmp_path).map(look)
     assert seen == ["a", "b", None, "d"]
+
+
+def test_one_time_that_python_cannot_hold_is_the_only_one_that_fails(tmp_path: Path) -> None:
+    times = pa.array([0, 1, 2**62, 3], pa.timestamp("s"))
+    source = datasets.Dataset(datasets.table.InMemoryTable(pa.table({"at": times})))
+
+    def look(row: Row) -> Row:
+        try:
+            return {"second": row["at"].second}
+        except (OverflowError, ValueError):
+            return {"second": -1}
+
+    made = block_of(source, tmp_path).map(look, remove_columns=["at"])
+    assert [row["second"] for table in made.batches() for row in table.to_pylist()] == [0, 1, -1, 3]
+
+
+@pytest.mark.torture
+@pytest.mark.skipif(not LONG, reason="takes 4 GB of memory")
+def test_rows_that_do_not_fit_into_one_piece_are_left_to_datasets(tmp_path: Path) -> None:
+    half = pa.array(["x" * 2**20] * 1030)
+    table = pa.table({"text": pa.chunked_array([half, half])})
+    form = RowForm.of(datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="large"))
+    assert form is not None
+    assert form.block(table, tmp_path / "rows") is None
 
 
 def test_results_that_are_too_large_for_memory_go_to_a_file(
