@@ -311,16 +311,16 @@ def _mixed_answers_refused() -> Iterator[None]:
         yield
     except AttributeError as error:
         # The first row that a writer is needed for opens it, unless an earlier row got None.
-        if "'NoneType' object has no attribute 'write" in str(error):
+        is_of_map = traceback.extract_tb(error.__traceback__)[-1].filename == arrow_dataset.__file__
+        if is_of_map and "'NoneType' object has no attribute 'write" in str(error):
             raise NotInBlocksError(MIXED_ANSWERS) from error
-        raise
+        if not _is_of_writer(error):
+            raise
+        raise _several_types_error(error) from error
     except (pa.ArrowException, TypeError) as error:
         if not _is_of_writer(error):
             raise
-        raise NotInBlocksError(
-            "values of several types are in one column, and how they are cast depends on all rows "
-            f"({error}); convert them in the function"
-        ) from error
+        raise _several_types_error(error) from error
     except KeyError as error:
         if not _is_of_writer(error, last=True):
             raise
@@ -332,6 +332,13 @@ def _mixed_answers_refused() -> Iterator[None]:
             f"the results of some rows do not fit those before ({error}), and what `datasets` makes of that "
             "depends on all rows; return the same keys for all rows"
         ) from error
+
+
+def _several_types_error(error: Exception) -> NotInBlocksError:
+    return NotInBlocksError(
+        "values of several types are in one column, and how they are cast depends on all rows "
+        f"({error}); convert them in the function"
+    )
 
 
 def _rare_key_error(key: str) -> NotInBlocksError:

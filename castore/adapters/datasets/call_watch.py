@@ -153,7 +153,7 @@ class CallWatch:
     def _note(self, result: Any, seconds: float) -> None:
         if isinstance(result, Mapping) and (keys := tuple(result)) != self._latest:
             self._latest = keys
-            self.keys.add(tuple(sorted(keys)))
+            self.keys.add(tuple(sorted(map(str, keys))))  # texts and numbers have no order
         self._calls += 1
         if self._calls == 1:
             self._first = seconds

@@ -10,6 +10,7 @@ formats, batches and all else that cannot be alike are left to `datasets`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,7 +127,10 @@ class RowBlock:
         self._table = table
         self._columns = {name: table.column(name).chunk(0) for name in table.column_names}
         self._at_once = max(1, _DECODED_BYTES * len(table) // max(1, table.nbytes))
-        self._decoded: dict[str, tuple[int, list[Any]]] = {}
+        self._at = 0  # the row that the function gets
+        #: For each column the rows whose values were made, from and to, and the values; None if one of them
+        #: cannot be made.
+        self._decoded: dict[str, tuple[int, int, list[Any] | None]] = {}
 
     def map(
         self,
@@ -157,10 +161,10 @@ class RowBlock:
         tables = _Tables(self._file)
         writer: _TableWriter | None = None
         has_result = False
-        for place in range(len(self._table)):
-            row = self._row(place)
-            given = [row] if named is None else [self.value(name, place) for name in named]
-            result = function(*given, *((place,) if with_indices else ()), **keywords)
+        for place in self._places():
+            row = _Row(self, place, self._columns, self._form.formatter)
+            given = [row] if named is None else self._values(named, place)
+            result = _call(function, given, (place,) if with_indices else (), keywords)
             has_result = result is not None
             if not has_result:
                 continue
@@ -199,13 +203,12 @@ class RowBlock:
         """
         named, keywords = _names(input_columns), fn_kwargs or {}
         kept = []
-        for place in range(len(self._table)):
-            given = (
-                [{name: self.value(name, place) for name in self._columns}]
-                if named is None
-                else [self.value(name, place) for name in named]
-            )
-            if function(*given, *((place,) if with_indices else ()), **keywords):
+        for place in self._places():
+            if named is None:
+                given: list[Any] = [{name: self.value(name, place) for name in self._columns}]
+            else:
+                given = self._values(named, place)
+            if _call(function, given, (place,) if with_indices else (), keywords):
                 kept.append(place)
         is_whole = len(kept) == len(self._table)
         table = self._table if is_whole else self._table.take(pa.array(kept, pa.uint64()))
@@ -213,17 +216,14 @@ class RowBlock:
 
     def value(self, name: str, place: int) -> Any:
         """A value, as a new object of Python's."""
-        if name not in self._form.decoded:
-            begin, values = self._decoded.get(name, (0, []))
-            if not begin <= place < begin + len(values):
-                begin, values = place, self._columns[name].slice(place, self._at_once)
-                try:
-                    values = values.to_pylist()
-                except Exception:  # noqa: BLE001 (of a row's value: it comes again, for that row)
-                    values = []
-                self._decoded[name] = begin, values
-            value = values[place - begin] if values else _TAKEN
-            if value is not _TAKEN:
+        if name not in self._form.decoded and place == self._at:  # a row that was kept comes alone
+            begin, end, values = self._decoded.get(name, (0, 0, None))
+            if not begin <= place < end:
+                begin, end, values = place, place + self._at_once, None
+                with contextlib.suppress(Exception):  # of a row's value: it comes again, for that row
+                    values = self._columns[name].slice(place, self._at_once).to_pylist()
+                self._decoded[name] = begin, end, values
+            if values is not None and (value := values[place - begin]) is not _TAKEN:
                 values[place - begin] = _TAKEN
                 return value
         return self._form.formatter.format_column(self._table.select([name]).slice(place, 1))[0]
@@ -232,8 +232,15 @@ class RowBlock:
         """A row as a table."""
         return self._table.slice(place, 1)
 
-    def _row(self, place: int) -> _Row:
-        return _Row(self, place, self._columns, self._form.formatter)
+    def _places(self) -> Iterator[int]:
+        for place in range(len(self._table)):
+            self._at = place
+            yield place
+
+    def _values(self, names: Sequence[str], place: int) -> list[Any]:
+        """The values of some columns. A column that is named twice gives one value."""
+        values = {name: self.value(name, place) for name in names}
+        return [values[name] for name in names]
 
     def _merged(self, row: _Row, place: int, result: Any, removed: Sequence[str], *, is_lazy: bool) -> Any:
         """The row with what the function has returned."""
@@ -283,6 +290,9 @@ class _Row(LazyRow):  # type: ignore[misc]
         """A plain row of `datasets`: a copy must not take the whole block along."""
         row = self.pa_table.take(pa.array([0]))  # a slice would take along what it was cut from
         return _plain_row, (row, self.formatter, self.data, self.keys_to_format)
+
+
+_Row.__name__ = _Row.__qualname__ = LazyRow.__name__  # in messages
 
 
 def _plain_row(table: pa.Table, formatter: Any, data: dict[str, Any], unread: set[str]) -> LazyRow:
@@ -353,6 +363,19 @@ class _Tables:
         if self._sink is None:
             return pa.concat_tables(self._tables)
         return pa.ipc.open_stream(pa.memory_map(str(self._file))).read_all()
+
+
+def _call(
+    function: Callable[..., Any], given: list[Any], more: tuple[int, ...], named: dict[str, Any]
+) -> Any:
+    try:
+        return function(*given, *more, **named)
+    except StopIteration as error:
+        # It would end a loop of the caller's. `datasets` raises the same, since its own loop is a generator.
+        told = RuntimeError("the function has raised StopIteration")
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)  # type: ignore[attr-defined]
+        raise told from error
 
 
 def _names(names: str | Sequence[str] | None) -> list[str] | None:

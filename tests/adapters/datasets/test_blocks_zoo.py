@@ -1332,3 +1332,17 @@ def test_picked_rows_in_the_format_of_pandas_have_the_types_that_datasets_gives(
     plain = picked.map(double, batched=True)
     assert result.features == plain.features
     assert told(result)["rows"] == told(plain)["rows"]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_an_error_of_a_function_that_reads_as_one_of_datasets_is_its_own(batched: bool, store: Store) -> None:
+    """Regression: it was taken for that of a function that returns None for some rows."""
+
+    def writes(sample: dict[str, Any]) -> dict[str, Any]:
+        number = sample["number"][0] if batched else sample["number"]
+        file: Any = None if number >= 40 else sys.stdout
+        file.write("")
+        return {"n": sample["number"]}
+
+    with pytest.raises(AttributeError, match=r"^'NoneType' object has no attribute 'write'"):
+        cached_map(large_rows(60), writes, store=store, batched=batched, batch_size=5)

@@ -168,6 +168,8 @@ def fails_at_third(row: Row, seen: list[int]) -> Row:
 
 MAPS: dict[str, Function] = {
     "same": lambda row: row,
+    "kind": lambda row: {"kind": type(row).__name__},
+    "keys of several kinds": lambda row: {"1": 2, 1: 3},
     "nothing": lambda row: None,
     "empty": lambda row: {},
     "new": lambda row: {"new": len(row)},
@@ -395,6 +397,41 @@ def test_results_for_some_rows_only_are_left_to_datasets_unless_it_takes_them(
     else:
         with pytest.raises(NotInBlocksError, match="returns None for some rows"):
             block_of(source, tmp_path).map(some)
+
+
+def test_a_function_that_ends_an_iterator_does_not_end_the_loop_of_its_caller(tmp_path: Path) -> None:
+    def ends(row: Row) -> Row:
+        return next(iter([]))
+
+    for kind in ("map", "filter"):
+        for rows in (texts(), block_of(texts(), tmp_path)):
+            with pytest.raises(RuntimeError, match="raised StopIteration"):
+                getattr(rows, kind)(ends)
+
+
+def test_a_column_that_is_named_twice_is_one_object(tmp_path: Path) -> None:
+    def same(one: Any, other: Any) -> dict[str, Any]:
+        one.append(9)
+        return {"same": one is other, "length": len(other)}
+
+    source = datasets.Dataset.from_dict({"list": [[1], [2, 3]]})
+    arguments: dict[str, Any] = {"input_columns": ["list", "list"]}
+    plain = outcome(lambda: source.map(same, **arguments), source)
+    assert outcome(lambda: block_of(source, tmp_path).map(same, **arguments), source) == plain
+
+
+def test_rows_that_a_function_keeps_can_be_read_later_on(tmp_path: Path) -> None:
+    source = datasets.Dataset.from_dict({"n": range(50), "list": [[n] for n in range(50)]})
+    kept: list[Row] = []
+
+    def keeps(row: Row) -> Row:
+        kept.append(row)
+        return {"first": kept[0]["n"], "half": kept[len(kept) // 2]["list"], "own": row["list"]}
+
+    plain = outcome(lambda: source.map(keeps), source)
+    kept.clear()
+    assert outcome(lambda: block_of(source, tmp_path).map(keeps), source) == plain
+    assert [row["n"] for row in kept] == list(range(50))
 
 
 def test_one_row_that_is_no_text_is_the_only_one_that_fails(tmp_path: Path) -> None:
