@@ -26,7 +26,7 @@ from datasets.table import InMemoryTable
 
 from castore.adapters.datasets.block_entries import NotInBlocksError
 from castore.adapters.datasets.named_files import may_name_files, names_local_files
-from castore.adapters.datasets.tables import rows_a_batch
+from castore.adapters.datasets.tables import batches_of
 
 #: The function decides by the row whether it returns anything.
 MIXED_ANSWERS = (
@@ -67,9 +67,8 @@ def made_rows(
     table: pa.Table, features: datasets.Features, source: pa.Table, *, is_unchanged: bool = False
 ) -> MadeRows:
     """Rows of those features in memory, or mapped, that were made from those of ``source``."""
-    at_once = rows_a_batch(source.nbytes, len(source))
     return MadeRows(
-        lambda: (table.slice(begin, at_once) for begin in range(0, len(table), at_once)),
+        lambda: batches_of(table, source),
         len(table),
         features,
         is_unchanged,

@@ -123,9 +123,15 @@ def row_batches(dataset: datasets.Dataset) -> Iterator[pa.Table]:
         yield from dataset.with_format("arrow").iter(batch_rows(dataset))
 
 
-def batches_of(table: pa.Table) -> Iterator[pa.Table]:
-    """A table as tables of about 8 MiB, as `row_batches` has them."""
-    at_once = rows_a_batch(table.nbytes, len(table))
+def batches_of(table: pa.Table, source: pa.Table | None = None) -> Iterator[pa.Table]:
+    """A table as tables of about 8 MiB, as `row_batches` has them.
+
+    Args:
+        table: the rows.
+        source: the rows from which they were picked, if any; their average size counts then.
+    """
+    sized = table if source is None else source
+    at_once = rows_a_batch(sized.nbytes, len(sized))
     return (table.slice(begin, at_once) for begin in range(0, len(table), at_once))
 
 
