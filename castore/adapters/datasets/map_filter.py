@@ -27,7 +27,7 @@ from castore.adapters.datasets.event_loops import loops_closed
 from castore.adapters.datasets.operator_description import describe
 from castore.adapters.datasets.operator_keys import RANDOM_ADVICE, operator_fingerprint
 from castore.adapters.datasets.operator_state import OperatorState
-from castore.adapters.datasets.row_block import MadeRows, RowForm
+from castore.adapters.datasets.row_block import KNOWN_ARGUMENTS, MadeRows, RowForm
 from castore.adapters.datasets.rowwise import check_alike, is_worth_trying, parts_of, tried_rows
 from castore.adapters.datasets.steps import AWAITED_ROWS, operator_name
 from castore.adapters.datasets.streams import keep_calls
@@ -239,7 +239,7 @@ def _in_blocks(
     is_rowwise = is_batched and rowwise and not drops
     tried = 0
 
-    form = RowForm.of(dataset) if _takes_rows(function, arguments, dataset) else None
+    form = RowForm.of(dataset) if _takes_rows(function, arguments, given, dataset) else None
 
     def run(call: BlockCall) -> datasets.Dataset | MadeRows:
         nonlocal tried
@@ -302,16 +302,20 @@ def _in_blocks(
     )
 
 
-def _takes_rows(function: Any, arguments: dict[str, Any], dataset: datasets.Dataset) -> bool:
+def _takes_rows(
+    function: Any, arguments: dict[str, Any], given: dict[str, Any], dataset: datasets.Dataset
+) -> bool:
     """Whether rows can go through a function one by one as `RowBlock` does it."""
-    if arguments["batched"] or arguments["with_rank"] or inspect.iscoroutinefunction(function):
+    if given.keys() - {"with_rank"} - KNOWN_ARGUMENTS or arguments["with_rank"]:
+        return False
+    if arguments["batched"] or inspect.iscoroutinefunction(function):
         return False
     if arguments.get("features") is not None:
         return False  # as the caller writes them: `datasets` may have to make others of them
     named: list[str] = []
     for argument in ("input_columns", "remove_columns"):
-        given = arguments.get(argument)
-        named += [given] if isinstance(given, str) else given or []
+        names = arguments.get(argument)
+        named += [names] if isinstance(names, str) else names or []
     return arguments["input_columns"] != [] and {*named} <= {*dataset.column_names}
 
 

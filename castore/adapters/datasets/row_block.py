@@ -33,6 +33,14 @@ MIXED_ANSWERS = (
     "the function returns None for some rows and results for others, and what `datasets` makes of that "
     "depends on the first row and the last one of all; return None for all rows or for none"
 )
+#: The arguments of `Dataset.map` and `filter` that `RowBlock` follows, and those that do not count for a
+#: function of one row. Any other one, of a later release, is left to `datasets`.
+KNOWN_ARGUMENTS = frozenset(
+    ("batch_size", "batched", "cache_file_name", "desc", "disable_nullable", "drop_last_batch", "features",
+     "fn_kwargs", "input_columns", "keep_in_memory", "load_from_cache_file", "new_fingerprint", "num_proc",
+     "on_mixed_types", "remove_columns", "suffix_template", "try_original_type", "with_indices",
+     "writer_batch_size")
+)  # fmt: skip
 # Values of a column become Python's objects for so many bytes of rows at a time.
 _DECODED_BYTES = 256 * 1024
 # Results that take more bytes go to a file.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import decimal
+import inspect
 import json
 import pickle
 from collections import UserDict
@@ -514,3 +515,10 @@ def test_rows_that_lie_in_several_pieces_are_the_same(tmp_path: Path) -> None:
 
     first, second, third, fourth = streams()
     assert (first, second) == (third, fourth)
+
+
+@pytest.mark.parametrize("kind", ["map", "filter"])
+def test_each_argument_of_datasets_is_known(kind: str) -> None:
+    """One of a later release is left to `datasets` until somebody has looked at it."""
+    parameters = {*inspect.signature(getattr(datasets.Dataset, kind)).parameters}
+    assert parameters - {"self", "function", "with_rank"} <= row_block.KNOWN_ARGUMENTS
