@@ -9,6 +9,7 @@ cut, makes it be read again.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -26,6 +27,8 @@ NOTES_FOLDER = ".checked"
 NOTE_SECONDS = 7 * 86400.0
 # Objects from which on they have a note in common.
 _MANY = 8
+# Linux' CLOCK_REALTIME_COARSE, which Python does not name.
+_COARSE_CLOCK = 5
 
 
 def check_object(store: Store, blob: Blob) -> None:
@@ -82,8 +85,19 @@ def check_now(store: Store, blob: Blob) -> None:
         store.put(_note_name(blob), seen, ttl=NOTE_SECONDS)
 
 
+def file_time() -> float:
+    """The time that the kernel gives to a file which is written now, in seconds since 1970.
+
+    `time.time` is up to a tick of the kernel's clock ahead of this, which is longer than a write may take.
+    """
+    return time.clock_gettime(_COARSE_CLOCK)
+
+
 def note_new(store: Store, blobs: Iterable[Blob], started: float) -> None:
-    """Note objects as good if they were written since ``started``. Older objects may have changed since."""
+    """Note objects as good if they were written since ``started``, a `file_time`.
+
+    Older objects may have changed since.
+    """
     notes = []
     for blob in blobs:
         status = _status(store, blob)

@@ -34,12 +34,24 @@ def test_an_object_is_read_once_for_as_long_as_nobody_touches_it(store: Store) -
     assert mapped_check.find_unchecked(store, blobs[:1]) == []
 
 
+def test_an_object_is_noted_however_quickly_it_was_written(store: Store) -> None:
+    """The kernel's time of a file lies up to a tick of its clock behind `time.time`."""
+    data = noise(2_100_000, 5)
+    for number in range(60):
+        started = mapped_check.file_time()
+        store.put("a", data[number * 1000 :][:2_000_000], codec="zstd")
+        found = store.index.find("a")
+        assert found is not None
+        mapped_check.note_new(store, [found.blob], started)
+        assert mapped_check.find_unchecked(store, [found.blob]) == []
+
+
 def test_many_objects_have_one_note_once_each_has_its_own(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [chr(ord("a") + number) * (number + 1) for number in range(12)]
     blobs = [put(store, name) for name in names]
-    mapped_check.note_new(store, blobs, time.time() - 60)
+    mapped_check.note_new(store, blobs, mapped_check.file_time() - 60)
     assert mapped_check.find_unchecked(store, blobs) == []
     asked: list[str] = []
     get_many = store.get_many
@@ -63,7 +75,7 @@ def test_many_objects_have_one_note_once_each_has_its_own(
 
 def test_a_full_disk_costs_the_common_note_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs = [put(store, "x" * (number + 1)) for number in range(9)]
-    mapped_check.note_new(store, blobs, time.time() - 60)
+    mapped_check.note_new(store, blobs, mapped_check.file_time() - 60)
 
     def full(*_: object, **__: object) -> None:
         raise FullError("the disk is full")

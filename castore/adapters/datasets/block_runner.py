@@ -66,7 +66,7 @@ from castore.adapters.datasets.private_copies import result_like
 from castore.adapters.datasets.row_block import MIXED_ANSWERS
 from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, source_blocks
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
-from castore.adapters.mapped_check import note_new
+from castore.adapters.mapped_check import file_time, note_new
 from castore.errors import CacheWarning, FullError, InvalidValueError, TooLargeError, warn
 from castore.keys.encoder import key
 from castore.store import Store
@@ -207,7 +207,7 @@ class BlockRun:
 
     def _run_once(self) -> list[BlockResult]:
         """The results of all blocks, unless a worker process is killed: then those that are done are kept."""
-        started, step = time.time(), self._step
+        started, step = file_time(), self._step
         require_no_memory(step, "gc has taken blocks of it")
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(

@@ -34,7 +34,7 @@ from castore.adapters.datasets.tables import (
     assemble,
     data_file_name,
 )  # fmt: skip
-from castore.adapters.mapped_check import check_object, note_new
+from castore.adapters.mapped_check import check_object, file_time, note_new
 from castore.errors import CorruptError, NotFoundError
 from castore.names import check_name
 from castore.records import LOOSE, Blob, Found, has_expired
@@ -107,7 +107,7 @@ def put_parts(
         SerializationError: a dataset's format cannot be kept.
     """
     check_name(name)
-    started = time.time()
+    started = file_time()
     batch = store.batch(codec=options.codec, level=options.level, ttl=options.seconds_to_live)
 
     def put() -> None:

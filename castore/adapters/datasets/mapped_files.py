@@ -22,9 +22,10 @@ from itertools import chain
 from pathlib import Path
 
 import datasets
+from blake3 import blake3
 
 from castore.adapters import mapped_check
-from castore.adapters.mapped_check import check_object, note_new
+from castore.adapters.mapped_check import check_object, file_time, note_new
 from castore.errors import CorruptError, NotFoundError
 from castore.read.open_blob import OpenBlob
 from castore.records import LOOSE, Blob, EntrySpec
@@ -66,7 +67,7 @@ def mappable_path(store: Store, blob: Blob, opened: OpenBlob | None = None) -> s
     """
     for _ in range(_ATTEMPTS):
         target = _mapping_target(store, blob, opened)
-        path = _link(blob, target)
+        path = _link(store, blob, target)
         if os.path.exists(path):
             return path
     raise FileNotFoundError(
@@ -86,7 +87,7 @@ def existing_copy_paths(store: Store, blobs: Sequence[Blob]) -> list[str]:
     copies = [found[name].blob for name in names if name in found and found[name].blob.pack == LOOSE]
     if len(copies) < len(blobs) or mapped_check.find_unchecked(store, copies):
         return []
-    return [_link(blob, store.path_of(raw)) for blob, raw in zip(blobs, copies, strict=True)]
+    return [_link(store, blob, store.path_of(raw)) for blob, raw in zip(blobs, copies, strict=True)]
 
 
 def _mapping_target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
@@ -101,9 +102,9 @@ def _mapping_target(store: Store, blob: Blob, opened: OpenBlob | None) -> str:
     return store.path_of(raw)
 
 
-def _link(blob: Blob, target: str) -> str:
+def _link(store: Store, blob: Blob, target: str) -> str:
     """A symbolic link to ``target`` in a folder of datasets' own cache: plain `map` may write beside it."""
-    link = link_path(blob)
+    link = link_path(store, blob)
     with contextlib.suppress(OSError):
         if os.readlink(link) == target:
             return link
@@ -115,10 +116,14 @@ def _link(blob: Blob, target: str) -> str:
     return link
 
 
-def link_path(blob: Blob) -> str:
-    """The path that `mappable_path` returns, in a folder that exists."""
+def link_path(store: Store, blob: Blob) -> str:
+    """The path that `mappable_path` returns, in a folder that exists.
+
+    Each store has its own: one that is removed takes nothing from the datasets of another.
+    """
     digest = blob.digest.hex()
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "castore" / digest[:2] / digest
+    place = blake3(os.fsencode(store.path)).hexdigest(length=8)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "castore" / place / digest
     folder.mkdir(parents=True, exist_ok=True)
     return str(folder / "data.arrow")
 
@@ -167,7 +172,7 @@ def _find_or_materialise(store: Store, blob: Blob, opened: OpenBlob | None) -> B
 
 
 def _materialise(store: Store, blob: Blob, name: str, opened: OpenBlob) -> Blob:
-    started = time.time()
+    started = file_time()
     copy = store.writer.incoming("none", None, None)
     try:
         for piece in chain(opened.pieces(), [TAIL]):

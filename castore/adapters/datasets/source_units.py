@@ -36,7 +36,7 @@ from castore.adapters.datasets.tables import (
     describe_dataset,
     fingerprint_of_key,
 )
-from castore.adapters.mapped_check import note_new
+from castore.adapters.mapped_check import file_time, note_new
 from castore.errors import CacheWarning, FullError, NotFoundError, TooLargeError, warn
 from castore.records import LOST, Entry, Found, has_expired
 from castore.store import Store
@@ -261,7 +261,7 @@ def _read_unit(
     store: Store, unit: Unit, features: datasets.Features, options: StorageOptions, work: Path
 ) -> KeptUnit:
     """Read the files of a unit, and keep their rows."""
-    started, began = time.time(), time.perf_counter()
+    started, began = file_time(), time.perf_counter()
     batch = store.batch(codec=options.codec, level=options.level, ttl=options.seconds_to_live)
     blocks: list[tuple[str, int]] = []
     rows: list[int] = []

@@ -178,12 +178,12 @@ class _StoredRows:
         self._copy_paths = existing_copy_paths(store, self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        paths = [link_path(blob) for _, blob in self._files]
+        paths = [link_path(self._store, blob) for _, blob in self._files]
         return _reopen, (self._store, self._files, self.size, paths)
 
     @property
     def path(self) -> str:
-        return link_path(self._files[0][1])
+        return link_path(self._store, self._files[0][1])
 
     @property
     def blobs(self) -> Sequence[Blob]:

@@ -10,7 +10,6 @@ numbers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from castore.adapters.embeddings.table_layout import (
     numpy_name,
     numpy_view,
 )  # fmt: skip
-from castore.adapters.mapped_check import forget_notes, note_new
+from castore.adapters.mapped_check import file_time, forget_notes, note_new
 from castore.errors import FullError, StoreError
 from castore.records import Buffer
 from castore.store import Store
@@ -187,7 +186,7 @@ class Publisher:
         files: list[tuple[str, bytearray, dict[str, Any] | None]],
         drop: list[str],
     ) -> bool:
-        started, store = time.time(), self._store
+        started, store = file_time(), self._store
         named = [(f"{self._prefix}/{name}", data, about) for name, data, about in files]
         place = f"{self._prefix}/{MANIFEST}"
         items: list[tuple[str, Buffer, dict[str, Any] | None]] = [*named, (place, manifest.dump(), None)]

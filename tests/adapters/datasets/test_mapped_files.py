@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,19 @@ def test_it_pickles_as_a_path(cache: DatasetCache, large: datasets.Dataset) -> N
     cache.put("large", large)
     packed = pickle.dumps(cache.get("large"))
     assert len(packed) < 20_000
+    assert pickle.loads(packed)[:] == large[:]
+
+
+def test_a_store_that_is_removed_takes_nothing_from_another_one(
+    large: datasets.Dataset, tmp_path: Path
+) -> None:
+    """Both kept the same rows, and the second one mapped them last."""
+    first, second = (DatasetCache(tmp_path / name, codec="none") for name in ("first", "second"))
+    for cache in (first, second):
+        cache.put("large", large)
+    packed = pickle.dumps(first.get("large"))
+    assert second.get("large")[:3] == large[:3]
+    shutil.rmtree(second.store.path)
     assert pickle.loads(packed)[:] == large[:]
 
 
