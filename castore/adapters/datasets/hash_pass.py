@@ -55,7 +55,7 @@ def hash_step(step: Step, dataset: datasets.Dataset, operator: str, **options: A
         operator: the fingerprint of the deduplicator, as `compute_hash` sees it.
         options: ``num_proc``, ``on_rows`` and ``title`` of the `BlockStep`.
     """
-    form = None if step.sees_batches() or step.is_async() else RowForm.of(dataset)
+    form = None if step.is_async() else RowForm.of(dataset)
 
     def run(call: BlockCall) -> MadeRows:
         return _new_columns(step, call, form)

@@ -257,7 +257,10 @@ def _in_blocks(
                     return watched
                 return _Numbered(watched, [call.first + n for n in places], bool(arguments["with_rank"]))
 
-            if form is not None and (alone := form.block(call.table, call.file)) is not None:
+            count = min(len(call.table), size) if is_batched else 1
+            tries = is_rowwise and is_worth_trying(count, tried)
+            alone = None if form is None or tries else form.block(call.table, call.file)
+            if alone is not None:
                 made: MadeRows = getattr(alone, kind)(numbered(range(len(call.table))), **passed)
                 return made
 
@@ -276,8 +279,7 @@ def _in_blocks(
                 {"keep_in_memory": True} if kind == "filter" else {"cache_file_name": str(call.file)}
             )
             result = run_rows(range(len(call.rows)), **place)
-            count = min(len(call.rows), size)
-            if is_rowwise and is_worth_trying(count, tried):
+            if tries:
                 _try_rowwise(operator_name(function), kind, call, count, result, run_rows)
                 tried = count
             return result
@@ -305,10 +307,10 @@ def _in_blocks(
 def _takes_rows(
     function: Any, arguments: dict[str, Any], given: dict[str, Any], dataset: datasets.Dataset
 ) -> bool:
-    """Whether rows can go through a function one by one as `RowBlock` does it."""
+    """Whether rows can go through a function as `RowBlock` does it."""
     if given.keys() - {"with_rank"} - KNOWN_ARGUMENTS or arguments["with_rank"]:
         return False
-    if arguments["batched"] or inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function):
         return False
     if arguments.get("features") is not None:
         return False  # as the caller writes them: `datasets` may have to make others of them

@@ -188,7 +188,7 @@ class PipelineRun:
                 return None
 
         is_filter = step.kind == "filter"  # whose result has the features of its input
-        form = None if step.sees_batches() or step.is_async() else RowForm.of(dataset)
+        form = None if step.is_async() else RowForm.of(dataset)
 
         def run(call: BlockCall) -> datasets.Dataset | MadeRows:
             # The rows are counted block by block: an operator may run in another process. A filter gives the

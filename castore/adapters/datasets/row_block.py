@@ -1,11 +1,11 @@
-"""A block whose rows go through a function one by one, as in `Dataset.map` and `Dataset.filter`.
+"""A block whose rows go through a function, one by one or in batches, as in `Dataset.map` and `filter`.
 
 `datasets` makes a dataset, its description and a file for each call of `map`, which is most of what a small
 block costs besides its function. Here a function gets the same rows in the same types, and its results are
 cast by `datasets`' own writer; only what is made around them is left out.
 
 Must never give a function other rows than `datasets` does, or cast its results by rules of its own. Other
-formats, batches and all else that cannot be alike are left to `datasets`.
+formats and all else that cannot be alike are left to `datasets`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 from datasets.features.features import require_decoding
 from datasets.formatting import PythonFormatter
-from datasets.formatting.formatting import LazyDict, LazyRow
+from datasets.formatting.formatting import LazyBatch, LazyDict, LazyRow
 from datasets.table import InMemoryTable
 
 from castore.adapters.datasets.block_entries import NotInBlocksError
@@ -34,7 +35,7 @@ MIXED_ANSWERS = (
     "depends on the first row and the last one of all; return None for all rows or for none"
 )
 #: The arguments of `Dataset.map` and `filter` that `RowBlock` follows, and those that do not count for a
-#: function of one row. Any other one, of a later release, is left to `datasets`.
+#: block. Any other one, of a later release, is left to `datasets`.
 KNOWN_ARGUMENTS = frozenset(
     ("batch_size", "batched", "cache_file_name", "desc", "disable_nullable", "drop_last_batch", "features",
      "fn_kwargs", "input_columns", "keep_in_memory", "load_from_cache_file", "new_fingerprint", "num_proc",
@@ -45,8 +46,10 @@ KNOWN_ARGUMENTS = frozenset(
 _DECODED_BYTES = 256 * 1024
 # Results that take more bytes go to a file.
 _MOST_IN_MEMORY = 64 * 1024 * 1024
-# Rows that are written at a time: `datasets`' default. The first ones decide the types.
-_WRITTEN_ROWS = 1000
+# Rows that are written at a time, and rows of a batch: `datasets`' defaults. The first ones decide the types.
+_WRITTEN_ROWS = _BATCH_ROWS = 1000
+# Columns of a batch that `datasets` takes, beside lists and arrays, by their library.
+_COLUMN_TYPES = {"pandas": ["Series"], "polars": ["Series", "DataFrame"], "torch": ["Tensor"]}
 # In the place of a value that was given to a function, which may have changed it.
 _TAKEN = object()
 
@@ -145,21 +148,24 @@ class RowBlock:
         *,
         with_indices: bool = False,
         input_columns: str | Sequence[str] | None = None,
+        batched: bool = False,
+        batch_size: int = _BATCH_ROWS,
+        drop_last_batch: bool = False,
         remove_columns: str | Sequence[str] | None = None,
         writer_batch_size: int | None = _WRITTEN_ROWS,
         features: datasets.Features | None = None,
         disable_nullable: bool = False,
         fn_kwargs: dict[str, Any] | None = None,
+        try_original_type: bool | None = True,
         **writing: Any,
     ) -> MadeRows:
-        """`Dataset.map` for a function of one row; the arguments are the same.
+        """`Dataset.map` for a function of one row, or of a batch; the arguments are the same.
 
         Args:
-            writing: ``on_mixed_types``, as for `map`. Others say where `datasets` would keep the result, or
-                are of no use for single rows.
+            writing: ``on_mixed_types``, as for `map`. Others say where `datasets` would keep the result.
 
         Raises:
-            NotInBlocksError: the function returns None for the first row, and not for all.
+            NotInBlocksError: the function returns None for the first rows, and not for all.
             Exception: an exception of the function.
         """
         removed, named = _names(remove_columns) or [], _names(input_columns)
@@ -168,15 +174,15 @@ class RowBlock:
         tables = _Tables(self._file)
         writer: _TableWriter | None = None
         has_result = False
-        for place in self._places():
-            row = _Row(self, place, self._columns, self._form.formatter)
-            given = [row] if named is None else self._values(named, place)
-            result = _call(function, given, (place,) if with_indices else (), keywords)
+        for begin, end in self._batches(batch_size, drop_last_batch) if batched else self._rows():
+            given = self._given(begin, end, named, batched)
+            numbers = _numbers(begin, end, batched) if with_indices else ()
+            result = _call(function, given, numbers, keywords)
             has_result = result is not None
             if not has_result:
                 continue
-            made = self._merged(row, place, result, removed, is_lazy=named is None)
-            if place == 0:
+            made = self._merged(begin, end, given[0] if named is None else None, result, removed, batched)
+            if not begin:
                 writer = _TableWriter(
                     tables,
                     features=self._form.features if features is None else features,
@@ -187,11 +193,14 @@ class RowBlock:
                 )
             if writer is None:
                 raise NotInBlocksError(MIXED_ANSWERS)
-            writer.add(made)
+            if batched:
+                writer.add_batch(made, try_original_type)
+            else:
+                writer.add(made)
         if writer is None or not has_result:
             return made_rows(self._table, self._form.features, self._table, is_unchanged=True)
         writer.finalize(close_stream=False)
-        table = tables.read()
+        table = tables.read(writer.schema)
         return made_rows(table, writer._features, table)
 
     def filter(
@@ -200,23 +209,31 @@ class RowBlock:
         *,
         with_indices: bool = False,
         input_columns: str | Sequence[str] | None = None,
+        batched: bool = False,
+        batch_size: int = _BATCH_ROWS,
         fn_kwargs: dict[str, Any] | None = None,
         **_: Any,
     ) -> MadeRows:
-        """`Dataset.filter` for a function of one row; the arguments are the same.
+        """`Dataset.filter` for a function of one row, or of a batch; the arguments are the same.
 
         Raises:
             Exception: an exception of the function.
         """
         named, keywords = _names(input_columns), fn_kwargs or {}
         kept = []
-        for place in self._places():
-            if named is None:
-                given: list[Any] = [{name: self.value(name, place) for name in self._columns}]
+        for begin, end in self._batches(batch_size) if batched else self._rows():
+            if named is None and not batched:
+                given: list[Any] = [{name: self.value(name, begin) for name in self._columns}]
             else:
-                given = self._values(named, place)
-            if _call(function, given, (place,) if with_indices else (), keywords):
-                kept.append(place)
+                given = self._given(begin, end, named, batched)
+            numbers = _numbers(begin, end, batched) if with_indices else ()
+            wanted = _call(function, given, numbers, keywords)
+            if not batched:
+                kept += [begin] if wanted else []
+                continue
+            if isinstance(wanted, pa.Array | pa.ChunkedArray):
+                wanted = wanted.to_pylist()
+            kept += [place for place, is_kept in zip(range(begin, end), wanted, strict=False) if is_kept]
         is_whole = len(kept) == len(self._table)
         table = self._table if is_whole else self._table.take(pa.array(kept, pa.uint64()))
         return made_rows(table, self._form.features, self._table)
@@ -239,27 +256,57 @@ class RowBlock:
         """A row as a table."""
         return self._table.slice(place, 1)
 
-    def _places(self) -> Iterator[int]:
+    def _rows(self) -> Iterator[tuple[int, int]]:
         for place in range(len(self._table)):
             self._at = place
-            yield place
+            yield place, place + 1
+
+    def _batches(self, size: int, drops_last: bool = False) -> Iterator[tuple[int, int]]:
+        rows = len(self._table) // size * size if drops_last else len(self._table)
+        for begin in range(0, rows, size):
+            yield begin, min(begin + size, rows)
+
+    def _given(self, begin: int, end: int, named: Sequence[str] | None, batched: bool) -> list[Any]:
+        """The arguments of the function for some rows."""
+        if not batched:
+            if named is not None:
+                return self._values(named, begin)
+            return [_Row(self, begin, self._columns, self._form.formatter)]
+        table = self._table.slice(begin, end - begin)
+        if named is None:
+            return [LazyBatch(table, self._form.formatter)]
+        # A column that is named twice is one object.
+        columns = {name: self._form.formatter.format_column(table.select([name])) for name in named}
+        return [columns[name] for name in named]
 
     def _values(self, names: Sequence[str], place: int) -> list[Any]:
         """The values of some columns. A column that is named twice gives one value."""
         values = {name: self.value(name, place) for name in names}
         return [values[name] for name in names]
 
-    def _merged(self, row: _Row, place: int, result: Any, removed: Sequence[str], *, is_lazy: bool) -> Any:
-        """The row with what the function has returned."""
+    def _merged(
+        self,
+        begin: int,
+        end: int,
+        given: LazyDict | None,
+        result: Any,
+        removed: Sequence[str],
+        batched: bool,
+    ) -> Any:
+        """The rows with what the function has returned; ``given`` is None where it got columns."""
         returned_row = isinstance(result, LazyDict)
         if returned_row:
             result = {name: v for name, v in result.data.items() if name not in result.keys_to_format}
         elif not isinstance(result, Mapping | pa.Table) and not _is_frame(result):
-            self._refuse(place, result)
-        before = row.data if is_lazy else self._columns
-        unread = row.keys_to_format if is_lazy else before
+            self._let_datasets_refuse(begin, end, result, batched)
+            raise TypeError(f"a function of rows has to return a dict or None, not {type(result).__name__}")
+        if batched and isinstance(result, Mapping) and not all(map(_is_column, result.values())):
+            self._let_datasets_refuse(begin, end, result, batched)
+        before = self._columns if given is None else given.data
+        unread = before if given is None else given.keys_to_format
         merged = {
-            name: self._columns[name].slice(place, 1) if name in unread else v for name, v in before.items()
+            name: self._columns[name].slice(begin, end - begin) if name in unread else v
+            for name, v in before.items()
         }
         for name in removed:
             merged.pop(name, None)
@@ -267,11 +314,17 @@ class RowBlock:
                 result.pop(name, None)
         return {**merged, **result} if isinstance(result, Mapping) else result
 
-    def _refuse(self, place: int, result: Any) -> NoReturn:
-        """Raise the error that `datasets` has for such a result."""
-        row = datasets.Dataset(InMemoryTable(self.one_row(place)), fingerprint="refused")
-        row.map(lambda _: result, keep_in_memory=True, load_from_cache_file=False, new_fingerprint="refused")
-        raise TypeError(f"a function of rows has to return a dict or None, not {type(result).__name__}")
+    def _let_datasets_refuse(self, begin: int, end: int, result: Any, batched: bool) -> None:
+        """Raise the error that `datasets` has for such a result, if it has one."""
+        table = self._table.slice(begin, end - begin)
+        datasets.Dataset(InMemoryTable(table), fingerprint="refused").map(
+            lambda _: result,
+            batched=batched,
+            batch_size=end - begin,
+            keep_in_memory=True,
+            load_from_cache_file=False,
+            new_fingerprint="refused",
+        )
 
 
 class _Row(LazyRow):  # type: ignore[misc]
@@ -326,7 +379,19 @@ class _TableWriter(ArrowWriter):  # type: ignore[misc]
         elif isinstance(row, pa.Table):
             self.write_row(row)
         else:
-            self.write_row(pa.Table.from_pandas(row) if _is_frame(row, "pandas") else row.to_arrow())
+            self.write_row(_table_of(row))
+
+    def add_batch(self, batch: Any, try_original_type: bool | None) -> None:
+        """Add a batch: a dict of columns, a table, or a frame of pandas or polars.
+
+        Args:
+            batch: the batch.
+            try_original_type: as for `Dataset.map`.
+        """
+        if isinstance(batch, dict):
+            self.write_batch(batch, try_original_type=try_original_type)
+        else:
+            self.write_table(batch if isinstance(batch, pa.Table) else _table_of(batch))
 
     def _build_writer(self, inferred_schema: pa.Schema) -> None:
         self._schema, self._features = self._build_schema(inferred_schema)
@@ -365,15 +430,15 @@ class _Tables:
         if self._sink is not None:
             self._sink.close()
 
-    def read(self) -> pa.Table:
-        """All rows; those of a file are mapped, and stay after it is removed."""
+    def read(self, schema: pa.Schema) -> pa.Table:
+        """All rows, of that schema; those of a file are mapped, and stay after it is removed."""
         if self._sink is None:
-            return pa.concat_tables(self._tables)
+            return pa.concat_tables(self._tables or [schema.empty_table()])
         return pa.ipc.open_stream(pa.memory_map(str(self._file))).read_all()
 
 
 def _call(
-    function: Callable[..., Any], given: list[Any], more: tuple[int, ...], named: dict[str, Any]
+    function: Callable[..., Any], given: list[Any], more: tuple[Any, ...], named: dict[str, Any]
 ) -> Any:
     try:
         return function(*given, *more, **named)
@@ -385,8 +450,28 @@ def _call(
         raise told from error
 
 
+def _numbers(begin: int, end: int, batched: bool) -> tuple[Any, ...]:
+    """The argument of the function for the numbers of some rows."""
+    return ([*range(begin, end)],) if batched else (begin,)
+
+
 def _names(names: str | Sequence[str] | None) -> list[str] | None:
     return [names] if isinstance(names, str) else None if names is None else list(names)
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value is known to be a column of a batch for `datasets`."""
+    if isinstance(value, list | np.ndarray):
+        return True
+    found = ((sys.modules.get(library), names) for library, names in _COLUMN_TYPES.items())
+    return any(
+        isinstance(value, getattr(library, name)) for library, names in found if library for name in names
+    )
+
+
+def _table_of(frame: Any) -> pa.Table:
+    """A frame of pandas or polars as a table."""
+    return pa.Table.from_pandas(frame) if _is_frame(frame, "pandas") else frame.to_arrow()
 
 
 def _is_frame(value: Any, *libraries: str) -> bool:

@@ -98,7 +98,7 @@ class Step:
             return _PASSES[self.kind](self.operator, dataset, options)
 
     def run_rows(self, rows: RowBlock, options: RunOptions) -> MadeRows:
-        """The rows of a block after this step, of `BLOCK_KINDS`, whose operator sees one row at a time."""
+        """The rows of a block after this step, of `BLOCK_KINDS`, whose operator is no coroutine function."""
         made: MadeRows = _PASSES[self.kind](self.operator, rows, options)
         return made
 

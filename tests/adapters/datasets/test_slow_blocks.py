@@ -352,6 +352,19 @@ def fills_one_buffer(batch: dict[str, list[Any]]) -> dict[str, Any]:
     return {"vector": buffer()}
 
 
+@functools.cache
+def one_list() -> list[list[int]]:
+    """A list that a function fills again and again; in nobody's key."""
+    return [[] for _ in range(5)]
+
+
+def fills_one_list(batch: dict[str, list[Any]]) -> dict[str, Any]:
+    ran()
+    for filled, number in zip(one_list(), batch["n"], strict=True):
+        filled[:] = [number]
+    return {"vector": one_list()}
+
+
 def returns_nothing(row: dict[str, Any]) -> None:
     ran()
 
@@ -406,6 +419,29 @@ def test_no_row_runs_twice_and_the_result_is_that_of_one_pass(
         made = cached_map(data, function, store=store, **options)
     assert told(made) == plain
     assert ran.take() == calls
+
+
+@pytest.mark.filterwarnings("ignore:.*remembers rows")
+@pytest.mark.parametrize("function", [fills_one_list, fills_one_buffer])
+def test_what_several_calls_have_given_in_one_place_is_kept_of_each(store: Store, function: Any) -> None:
+    """The run ends after some calls, and the next one takes their results."""
+    data = datasets.Dataset.from_dict({"text": texts(), "n": list(range(COUNT))})
+    how: dict[str, Any] = {"batched": True, "batch_size": 5}
+    plain = told(data.map(function, **how))
+
+    def slowly(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        time.sleep(0.004)
+        return dict(function(batch))
+
+    ran.take()
+    with (
+        small_blocks(1 << 20, 10_000),
+        slow_blocks(20),
+        mock.patch.object(call_watch, "_TELLING_SECONDS", 0.02),
+    ):
+        made = cached_map(data, slowly, store=store, **how)
+    assert told(made) == plain
+    assert ran.take() == COUNT // 5
 
 
 def test_a_function_that_takes_long_at_first_is_soon_known_to_be_quick(store: Store) -> None:

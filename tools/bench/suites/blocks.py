@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from castore.adapters.datasets import cached_map
+from castore.adapters.datasets import cached_map, wait
 from castore.store import Store
 from tools.bench import plots, recipe, textrun, texts
 from tools.bench.harness import Bench, Contestant, Goal, Row, Study, seconds, verdict
@@ -28,6 +28,7 @@ ABOUT = (
     "beside its input. castore's `Pipeline` ends with every step compressed and stored. Each edit is another "
     "one in every round, so nothing of it was seen before. The rows that change lie side by side at a random "
     "place. Where nothing has changed, each runs once before the time is taken. "
+    "The run of one batched map is in the benchmark's process, with a new store each time. "
     "For growth one batched map, said to be row-wise, runs over rows of 40 bytes."
 )
 _PICTURE = "change.png"
@@ -46,8 +47,10 @@ _PEAK = 0.5
 def rows(bench: Bench) -> Iterator[Row | Study]:
     datasets.disable_progress_bars()
     size = bench.size(200, 40) * 10**6
-    runs = Runs(texts.saved(bench.work.parent / "corpus", size), bench.work)
+    saved = texts.saved(bench.work.parent / "corpus", size)
+    runs = Runs(saved, bench.work)
     yield runs.first(f"first run of five steps over {size // 10**6} MB of text")
+    yield _batches(bench, datasets.load_from_disk(saved))
     yield runs.peaks()
     yield from runs.edited(bench)
     yield runs.killed_often(bench)
@@ -286,6 +289,38 @@ def _edited(table: datasets.Dataset, edit: str) -> datasets.Dataset:
     around = [table.select(places) if places else None for places in (before, behind)]
     parts = [part for part in (around[0], made, around[1]) if part is not None]
     return datasets.concatenate_datasets(parts)
+
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+
+def _batches(bench: Bench, rows: datasets.Dataset) -> Row:
+    """First runs of one function of batches, in one process."""
+    folder = bench.work / "batches"
+
+    def prepare() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+
+    def plain() -> None:
+        rows.map(_words, batched=True, load_from_cache_file=False, cache_file_name=f"{folder}/rows.arrow")
+
+    def ours() -> None:
+        with Store(folder / "store", memory=0) as store:
+            cached_map(rows, _words, batched=True, store=store)
+            wait()
+
+    size = round(sum(pc.binary_length(chunk).sum().as_py() for chunk in rows.data["text"].chunks) / 1e6)
+    return Row(
+        f"first run of one batched map, the length of each word in {size} MB of text",
+        seconds(),
+        [Contestant(_PLAIN, plain, prepare), Contestant("castore cached_map", ours, prepare, ours=True)],
+        reference=_PLAIN,
+    )
+
+
+def _words(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {"words": [[len(word) for word in text.split()] for text in batch["text"]]}
 
 
 # --- growth -------------------------------------------------------------------------------------------------
