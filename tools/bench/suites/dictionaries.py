@@ -40,7 +40,7 @@ _KINDS: list[tuple[str, Callable[[int], tuple[list[bytes], list[bytes]]], bool, 
 
 
 def rows(bench: Bench) -> Iterator[Row | Study]:
-    size, calls = bench.size(60_000_000, 12_000_000), bench.size(400, 80)
+    size, calls = bench.size(75_000_000, 15_000_000), bench.size(400, 80)
     lines, goals = [], []
     for label, make, timed, least in _KINDS:
         learn, fresh = make(size)
