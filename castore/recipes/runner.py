@@ -154,15 +154,15 @@ def explain(recipe: Recipe, store: Store) -> list[Explanation]:
     """
     pipeline = make_pipeline(recipe, store)
     source, seen = find_source(recipe), SeenFiles(store)
-    digits = identify(source, store, seen=seen)
+    key = identify(source, store, seen=seen)
 
     def load() -> datasets.Dataset:
         return load_input(recipe, pipeline)
 
     try:
-        dataset: datasets.Dataset = input_of_units(digits, find_units(source, seen, store, None), store, load)
+        dataset: datasets.Dataset = input_of_units(key, find_units(source, seen, store, None), store, load)
     except DependentFileError:
-        dataset = find_kept_input(store, digits, load) or dataset_of_key(digits, load)
+        dataset = find_kept_input(store, key, load) or dataset_of_key(key, load)
     explanations = pipeline.explain(dataset)
     before = find_nearest(store, last_input_keys(store, pipeline.name), source.files, seen)
     return explanations if before is None else with_files(explanations, compare(before, source.files, seen))
@@ -185,14 +185,14 @@ def blame(recipe: Recipe, store: Store, row: int) -> Blame:
     """
     pipeline = make_pipeline(recipe, store)
     source, seen = find_source(recipe), SeenFiles(store)
-    digits = identify(source, store, seen=seen)
+    key = identify(source, store, seen=seen)
     with silence():
 
         def load() -> datasets.Dataset:
             return load_input(recipe, pipeline)
 
-        found = pipeline.blame(find_kept_input(store, digits, load) or dataset_of_key(digits, load), row)
-    place = find_place(source, find_files(store, digits), found.rows_in)
+        found = pipeline.blame(find_kept_input(store, key, load) or dataset_of_key(key, load), row)
+    place = find_place(source, find_files(store, key), found.rows_in)
     return dataclasses.replace(found, source=place)
 
 
@@ -305,10 +305,10 @@ def open_source(
         InvalidValueError, FullError, OSError: see `read`.
     """
     seen = SeenFiles(store)
-    digits = identify(source, store, identity, seen)
+    key = identify(source, store, identity, seen)
     if isinstance(source, Source) and source.kind == SAVED:
         # Map the dataset where it is: another copy gains nothing.
-        return identify_by(digits, read(source, ""))
+        return identify_by(key, read(source, ""))
 
     files_report = FilesReport() if report is None else report
 
@@ -320,10 +320,10 @@ def open_source(
 
     def note(kept: Sequence[KeptUnit]) -> None:
         files_report.count(kept)
-        note_files(store, digits, source.files, seen, [rows for unit in kept for rows in unit.rows])
+        note_files(store, key, source.files, seen, [rows for unit in kept for rows in unit.rows])
 
     dataset = open_input(
-        digits,
+        key,
         read_all,
         store,
         cached=cached,
@@ -335,5 +335,5 @@ def open_source(
         note_units=note,
     )
     if cached and identity != "path":
-        note_files(store, digits, source.files, seen, None)
+        note_files(store, key, source.files, seen, None)
     return dataset

@@ -68,7 +68,7 @@ from castore.adapters.datasets.source_blocks import ReadAhead, SourceBlock, sour
 from castore.adapters.datasets.tables import DatasetPart, KeptFile, describe_dataset
 from castore.adapters.mapped_check import file_time, note_new
 from castore.errors import CacheWarning, FullError, InvalidValueError, TooLargeError, warn
-from castore.keys.encoder import key
+from castore.keys.encoder import key as key_of
 from castore.store import Store
 from castore.system.job_rank import job_rank
 
@@ -398,14 +398,14 @@ class BlockRun:
         begun = None if keys.guessed_for is None else self._claims.find_or_fetch(keys.guessed_for)
         if begun is not None and not keys.is_confirmed_by(begun):
             raise _WrongGuess
-        digits = keys.of(block, first)
+        key = keys.of(block, first)
         found: BlockResult | Claim | None = None
         if not maker.remembers:
-            found = self._find_or_claim(digits, keys, partial(self._guess, block, first, digits, maker))
+            found = self._find_or_claim(key, keys, partial(self._guess, block, first, key, maker))
         if maker.remembers or (isinstance(found, BlockResult) and maker.find_memory()):
             # The block's result is another one after other rows.
             rows = block.read()
-            job = Job(number, rows, block.files, first, keys.features, digits, Claim(lambda: None), None)
+            job = Job(number, rows, block.files, first, keys.features, key, Claim(lambda: None), None)
             made, written = maker.make(maker.job_of_memory(job))
             if not keys.are_final:
                 keys.learn(written.result())
@@ -413,38 +413,38 @@ class BlockRun:
         again = keys.later_key(block)
         if isinstance(found, BlockResult):
             if again is not None and found.rows and find_result(self._store, again(found.features)) is None:
-                name_again(self._store, digits, again(found.features))
+                name_again(self._store, key, again(found.features))
             keys.learn(found)
             maker.note(number, found)
             return found, found.rows_in
         rows = _read(block, found)
         if found is None:
-            return _Elsewhere(number, digits), len(rows)
-        job = Job(number, rows, block.files, first, keys.features, digits, found, again, keys.making)
+            return _Elsewhere(number, key), len(rows)
+        job = Job(number, rows, block.files, first, keys.features, key, found, again, keys.making)
         made, written = maker.make(job)
         if not keys.are_final:
-            told = None if digits in self._guesses else maker.first_features(digits, written)
+            told = None if key in self._guesses else maker.first_features(key, written)
             if told is not None:
-                self._guesses[digits] = told
-                keys.guess(told, digits, written)
+                self._guesses[key] = told
+                keys.guess(told, key, written)
             else:
                 keys.learn(written.result())  # the next block runs while this one is being kept
         return made, len(rows)
 
-    def _guess(self, block: SourceBlock, first: int, digits: str, maker: BlockMaker) -> str | None:
+    def _guess(self, block: SourceBlock, first: int, key: str, maker: BlockMaker) -> str | None:
         """The features that the first rows of the result have, in JSON; None if they do not show them, or
         are of no use.
         """
         multiple = self._step.rule.multiple
-        if digits not in self._guesses and (multiple is None or multiple <= GUESS_ROWS):
+        if key not in self._guesses and (multiple is None or multiple <= GUESS_ROWS):
             rows = block.read()
             if len(rows) == len(self._step.dataset):  # there is no other block to go on with
                 return None
-            self._guesses[digits] = maker.features_of(rows.slice(0, multiple or GUESS_ROWS), first, digits)
-        return self._guesses.get(digits)
+            self._guesses[key] = maker.features_of(rows.slice(0, multiple or GUESS_ROWS), first, key)
+        return self._guesses.get(key)
 
     def _find_or_claim(
-        self, digits: str, keys: _Keys, guess: Callable[[], str | None]
+        self, key: str, keys: _Keys, guess: Callable[[], str | None]
     ) -> BlockResult | Claim | None:
         """The result of a block; or a claim of it; None if another run has claimed it.
 
@@ -453,15 +453,15 @@ class BlockRun:
         one that remembers them could not begin anew.
         """
         until, pause = time.monotonic() + _GUESS_SECONDS, _FIRST_PAUSE
-        while (found := self._claims.find_or_claim(digits)) is None and not keys.are_final:
+        while (found := self._claims.find_or_claim(key)) is None and not keys.are_final:
             if time.monotonic() < until:
                 time.sleep(pause)
                 pause *= 2
                 continue
             if (guessed := guess()) is not None:
-                keys.guess(guessed, digits)
+                keys.guess(guessed, key)
                 break
-            self._claims.wait_for(digits)
+            self._claims.wait_for(key)
         return found
 
     def find(self, blocks: Iterable[SourceBlock | None], features: str | None = None) -> Iterator[FoundBlock]:
@@ -530,7 +530,7 @@ def has_memory(store: Store, step: BlockStep) -> bool:
 
 
 def _memory_name(step: BlockStep) -> str:
-    return f"{_MEMORY_FOLDER}/{key({'version': _VERSION, 'step': step.counted})}"
+    return f"{_MEMORY_FOLDER}/{key_of({'version': _VERSION, 'step': step.counted})}"
 
 
 def require_no_memory(step: BlockStep, why: str) -> None:
@@ -573,15 +573,15 @@ class _Keys:
         """Whether no result of another block can change them any more, unless they are guessed wrong."""
         return self.features is not None or self._step.has_features
 
-    def guess(self, features: str, digits: str, making: Future[Written] | None = None) -> None:
+    def guess(self, features: str, key: str, making: Future[Written] | None = None) -> None:
         """Take features for those of the result, until that of the first block is there.
 
         Args:
             features: the features, in JSON.
-            digits: the key of the first block.
+            key: the key of the first block.
             making: its file, if this run makes it.
         """
-        self.features, self.guessed_for, self.making = features, digits, making
+        self.features, self.guessed_for, self.making = features, key, making
 
     def is_confirmed_by(self, result: BlockResult) -> bool:
         """Whether the result for which features were guessed has them."""
@@ -607,7 +607,7 @@ class _Keys:
 
     def for_features(self, block: SourceBlock, first: int, features: str | None) -> str:
         """The key of a block, given the features of the result."""
-        return key(
+        return key_of(
             {
                 "version": _VERSION,
                 "rows": block.digest,

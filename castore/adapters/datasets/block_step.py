@@ -244,7 +244,7 @@ def run_block(
     first: int,
     features: str | None,
     file: Path,
-    digits: str,
+    key: str,
     may_end: bool = False,
     tell: Callable[[str | None], object] | None = None,
     *,
@@ -256,7 +256,7 @@ def run_block(
         step: the step.
         rows, first: the block, and the number of its first row.
         features: the features of the result, in JSON; None to find them.
-        file, digits: the path for the result, and its key.
+        file, key: the path for the result, and its key.
         may_end: whether the run may end early.
         tell: receives the features of the first rows' result before the rest runs; see `_first_features`.
         in_memory: do not write a result to a file that was made in memory.
@@ -270,8 +270,8 @@ def run_block(
     with _mixed_answers_refused(), _no_file_left_open():
         watch = _watch(step, first, len(rows), may_end=may_end)
         if tell is not None:
-            tell(_first_features(step, rows, first, file, digits))
-        call = BlockCall(step.dataset, rows, first, known, file, digits, watch)
+            tell(_first_features(step, rows, first, file, key))
+        call = BlockCall(step.dataset, rows, first, known, file, key, watch)
         made = call.made(step.run(call))
     if step.at_once == 1 and len(watch.keys) > 1:
         # A further key is dropped, or is an error, by the first of the rows that `datasets` writes at once.
@@ -364,7 +364,7 @@ def tells_features(rows: int, features: str) -> bool:
     return rows > 0 and NULL_TYPE not in features
 
 
-def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, digits: str) -> str | None:
+def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, key: str) -> str | None:
     """The features that the result of a block's first rows has, in JSON, so that other processes can begin.
 
     The calls are kept, and the run on the whole block takes their results: the function sees no row twice,
@@ -383,7 +383,7 @@ def _first_features(step: BlockStep, rows: pa.Table, first: int, file: Path, dig
     most = step.slow_seconds(len(rows)) * count / len(rows)
     watch = CallWatch(step.state, early, first, count, step.at_once, most, keeps_all=True)
     place = file.with_suffix(".first")
-    call = BlockCall(step.dataset, rows.slice(0, count), first, None, place, digits, watch)
+    call = BlockCall(step.dataset, rows.slice(0, count), first, None, place, key, watch)
     try:
         made = call.made(step.run(call))
     finally:

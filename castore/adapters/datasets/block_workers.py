@@ -55,7 +55,7 @@ class BlockWorkers:
         first: int,
         features: str | None,
         file: Path,
-        digits: str,
+        key: str,
         may_end: bool,
         *,
         tells: bool = False,
@@ -67,13 +67,13 @@ class BlockWorkers:
         path = _rows_file(file)
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows)
-        return self._pool.submit(_run_own, path, tells, first, features, file, digits, may_end)
+        return self._pool.submit(_run_own, path, tells, first, features, file, key, may_end)
 
-    def first_features(self, digits: str, block: Future[Any]) -> str | None:
+    def first_features(self, key: str, block: Future[Any]) -> str | None:
         """The features of a block's first rows, in JSON, as soon as its process tells them.
 
         Args:
-            digits: the key of the block's result.
+            key: the key of the block's result.
             block: becomes done with the block.
 
         Returns:
@@ -81,8 +81,8 @@ class BlockWorkers:
         """
         while not block.done():
             if self._told.poll(_PAUSE):
-                key, features = self._told.recv()
-                if key == digits:
+                told, features = self._told.recv()
+                if told == key:
                     return features  # type: ignore[no-any-return]
         return None
 
@@ -165,17 +165,17 @@ def _begin_worker(own: _Own) -> None:
 
 
 def _run_own(
-    path: str, tells: bool, first: int, features: str | None, file: Path, digits: str, may_end: bool
+    path: str, tells: bool, first: int, features: str | None, file: Path, key: str, may_end: bool
 ) -> Written:
     assert _own is not None
     step, telling, _ = _own
 
     def tell(features: str | None) -> None:
-        telling.send((digits, features if features is not None and len(features) <= _MOST_TOLD else None))
+        telling.send((key, features if features is not None and len(features) <= _MOST_TOLD else None))
 
     try:
         rows = _take_rows(path)
-        return run_block(step, rows, first, features, file, digits, may_end, tell if tells else None)
+        return run_block(step, rows, first, features, file, key, may_end, tell if tells else None)
     except SystemExit as error:  # here it would end the program, in whose process the function does not run
         raise RuntimeError(f"the function has ended its process, with {error!r}") from error
     except Exception as error:

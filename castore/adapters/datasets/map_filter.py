@@ -146,7 +146,7 @@ def _run_cached(
         argument: operator_fingerprint(value, f"{kind}(..., {argument}=...)", texts=description.texts)
         for argument, value in _counting_arguments(arguments).items()
     }
-    digits = step_runner.step_key(source, name, kind, description.fingerprint, parameters)
+    key = step_runner.step_key(source, name, kind, description.fingerprint, parameters)
 
     def make(file: Path, watch: CallWatch | None, *, in_order: bool = False) -> datasets.Dataset:
         left_out = {*_REPLACED_ARGUMENTS, "num_proc"} if in_order else _REPLACED_ARGUMENTS
@@ -160,7 +160,7 @@ def _run_cached(
                 **passed,
                 load_from_cache_file=False,
                 cache_file_name=str(file),
-                new_fingerprint=fingerprint_of_key(digits),
+                new_fingerprint=fingerprint_of_key(key),
             )
 
     counted = {"kind": kind, "operator": description.fingerprint, "parameters": parameters}
@@ -168,8 +168,8 @@ def _run_cached(
         kind, dataset, function, arguments, given, counted, rowwise=rowwise, is_named=fingerprint is not None
     )
     is_small = not can_cut(dataset, small=store.is_shared)
-    record = {"step": name, "kind": kind, "key": digits, "input": source, "operator": description.fingerprint}
-    step = step_runner.step_name(name, digits)
+    record = {"step": name, "kind": kind, "key": key, "input": source, "operator": description.fingerprint}
+    step = step_runner.step_name(name, key)
     outcome = step_runner.run_or_load(
         store,
         step,

@@ -70,7 +70,7 @@ def plan_steps(steps: Sequence[Step], source: str) -> list[PlannedStep]:
         if id(counted) not in known:
             known[id(counted)] = counted, describe(counted, step.name.removesuffix(" (stats)"))
         description = known[id(counted)][1]
-        digits = step_key(source, step.name, step.kind, description.fingerprint)
-        planned.append(PlannedStep(number, step, digits, step_name(step.name, digits), source, description))
-        source = fingerprint_of_key(digits)
+        key = step_key(source, step.name, step.kind, description.fingerprint)
+        planned.append(PlannedStep(number, step, key, step_name(step.name, key), source, description))
+        source = fingerprint_of_key(key)
     return planned

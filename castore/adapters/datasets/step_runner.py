@@ -58,7 +58,7 @@ from castore.errors import (
     read_only_error,
     warn,
 )
-from castore.keys.encoder import key
+from castore.keys.encoder import key as key_of
 from castore.store import Store
 from castore.system.sql_errors import is_full, no_space_in
 
@@ -169,13 +169,13 @@ def step_key(input_fingerprint: str, name: str, kind: str, operator: str, parame
         "kind": kind,
         "operator": operator,
     }
-    return key({**counted, "parameters": parameters})
+    return key_of({**counted, "parameters": parameters})
 
 
-def step_name(name: str, digits: str) -> str:
+def step_name(name: str, key: str) -> str:
     """The name under which the result of a step is kept."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:_NAME_LENGTH]
-    return f"{STEPS_FOLDER}/{plain or 'step'}_{digits}"
+    return f"{STEPS_FOLDER}/{plain or 'step'}_{key}"
 
 
 def load_step(store: Store, name: str, info: datasets.DatasetInfo | None = None) -> StepOutcome | None:

@@ -258,9 +258,9 @@ def tables_that_name_files(dataset: datasets.Dataset) -> Iterator[pa.Table]:
             yield from (pa.Table.from_batches([batch]) for batch in block.decode_batches())
 
 
-def fingerprint_of_key(digits: str) -> str:
+def fingerprint_of_key(key: str) -> str:
     """The fingerprint of a dataset whose rows are identified by a key of 40 digits."""
-    return f"castore{digits}"
+    return f"castore{key}"
 
 
 def describe_dataset(
