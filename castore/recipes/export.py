@@ -46,8 +46,8 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
     """Check that a dataset, perhaps with statistics, can be written there, before hours are spent on it.
 
     Raises:
-        InvalidValueError: the ending is not that of a supported format, or the folder there holds other
-            things.
+        InvalidValueError: the ending is not that of a supported format, the folder there holds other things,
+            a special file is there, or there can be no folder for it.
     """
     if "://" in os.fspath(path):
         raise InvalidValueError(
@@ -63,12 +63,32 @@ def check_path(path: str | os.PathLike[str], *, keep_stats: bool = False) -> Non
         raise InvalidValueError(
             "keep_stats_in_res_ds: true is not supported for .csv, which cannot hold maps; use .jsonl"
         )
+    _check_place(place, path)
+    if not place.suffix and place.exists():
+        _check_replaceable(place, path)
+
+
+def _check_place(place: Path, path: str | os.PathLike[str]) -> None:
+    """Check that a file can be there, and replaces none of another kind.
+
+    Raises:
+        InvalidValueError: it cannot.
+    """
     if place.suffix and place.is_dir():
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} is a folder; remove it, or choose another name"
         )
-    if not place.suffix and place.exists():
-        _check_replaceable(place, path)
+    if place.suffix and place.exists() and not place.is_file():
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} is no regular file, and would be replaced by one; choose"
+            " another name"
+        )
+    above = next((one for one in place.absolute().parents if os.path.lexists(one)), None)
+    if above is not None and not above.is_dir():
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} cannot be made, since {os.fspath(above)!r} is not a folder;"
+            " choose another place"
+        )
 
 
 def check_apart(path: str | os.PathLike[str], files: Iterable[str], sources: Iterable[str]) -> None:
@@ -157,7 +177,7 @@ def export(
         Bytes written.
 
     Raises:
-        InvalidValueError: see `check_path`; or a value has no JSON form.
+        InvalidValueError: see `check_path`; or a value has no JSON form, or nothing can be written there.
         FullError: the disk is full.
     """
     check_path(path, keep_stats=keep_stats)
@@ -166,7 +186,7 @@ def export(
     plain = dataset.remove_columns(
         [name for name in dataset.column_names if name.startswith(_OWN_COLUMNS) and name not in kept]
     )
-    with silence(), _reporting_full_disk(place):
+    with silence(), _reporting_system_errors(path, place):
         place.parent.mkdir(parents=True, exist_ok=True)
         # The name is hidden and unique, so that two exports to one place do not write into one another.
         temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex[:12]}.part")
@@ -203,14 +223,20 @@ def _reporting_failures(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reporting_full_disk(place: Path) -> Iterator[None]:
+def _reporting_system_errors(path: str | os.PathLike[str], place: Path) -> Iterator[None]:
+    """Have the system's errors name the export, and not the temporary file."""
     try:
         yield
+    except CastoreError:
+        raise
     except OSError as error:
-        if isinstance(error, CastoreError) or not is_full(error):
-            raise
-        raise FullError(
-            f"{no_space_in(place, error)}; free some space, or choose another export_path"
+        if is_full(error):
+            raise FullError(
+                f"{no_space_in(place, error)}; free some space, or choose another export_path"
+            ) from error
+        raise InvalidValueError(
+            f"export_path {os.fspath(path)!r} cannot be written ({error.strerror or error}); choose another "
+            "one: the results of all steps are in the store"
         ) from error
 
 

@@ -789,6 +789,9 @@ def test_a_dataset_without_rows_is_written(tmp_path: Path, name: str) -> None:
         ("photos", "exists and is not a folder of save_to_disk"),
         ("file", "exists and is not a folder of save_to_disk"),
         ("folder.jsonl", "is a folder; remove it"),
+        ("pipe.jsonl", "'.*/pipe.jsonl' is no regular file, and would be replaced by one"),
+        ("file/o.jsonl", "cannot be made, since '.*/file' is not a folder"),
+        ("file/there/o", "cannot be made, since '.*/file' is not a folder"),
     ],
 )
 def test_nothing_of_others_is_overwritten(tmp_path: Path, name: str, words: str) -> None:
@@ -796,9 +799,19 @@ def test_nothing_of_others_is_overwritten(tmp_path: Path, name: str, words: str)
     (tmp_path / "photos" / "cat.jpg").write_text("x")
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(InvalidValueError, match=words):
         export.export(datasets.Dataset.from_list(ROWS), tmp_path / name)
     assert (tmp_path / "photos" / "cat.jpg").read_text() == "x"
+    assert (tmp_path / "pipe.jsonl").is_fifo()
+
+
+def test_a_place_where_nothing_can_be_written_is_named_and_not_the_temporary_file() -> None:
+    with pytest.raises(
+        InvalidValueError,
+        match=r"^export_path '/proc/o.jsonl' cannot be written \(No such file or directory\)",
+    ):
+        export.export(datasets.Dataset.from_list(ROWS), "/proc/o.jsonl")
 
 
 def test_what_has_no_json_is_said_and_nothing_is_left(tmp_path: Path) -> None:
@@ -859,7 +872,7 @@ def test_a_folder_is_replaced_where_nothing_can_be_exchanged(
     export.export(old, tmp_path / "o")
     monkeypatch.setattr(export, "exchange", refuse)
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="Input/output") if fails else contextlib.nullcontext():
+    with pytest.raises(InvalidValueError, match="Input/output") if fails else contextlib.nullcontext():
         export.export(new, tmp_path / "o")
     assert datasets.load_from_disk(tmp_path / "o")["a"][:] == [1 if fails else 2]
     assert [path.name for path in tmp_path.iterdir()] == ["o"]

@@ -30,6 +30,7 @@ from castore.adapters.embeddings.devices import Lookup, list_tensors, map_tensor
 from castore.adapters.embeddings.frozen_encoders import ChangeDetector, check_frozen, refuse_random_numbers
 from castore.adapters.embeddings.keys import ABSENT, ROWS_PER_TABLE, TABLES, Keys
 from castore.adapters.embeddings.masks import add_padding, get_mask, remove_padding
+from castore.adapters.embeddings.second_run import names_random_source, require_same
 from castore.adapters.embeddings.table_identity import (
     code_digest,
     encoder_digest,
@@ -80,7 +81,7 @@ class CachedEncoder(nn.Module):
     """
 
     # On the class, for objects pickled by versions without these attributes.
-    _warned_uncached = _warned_settings = False
+    _warned_uncached = _warned_settings = _is_tried = False
     _checked_settings: tuple[Any, ...] = ()
 
     def __init__(
@@ -216,7 +217,7 @@ class CachedEncoder(nn.Module):
         `_settle` follows, after one run or many.
 
         Raises:
-            InvalidValueError: it draws random numbers.
+            InvalidValueError: it draws random numbers, or gives another result the second time.
         """
         advice = "call eval() on it, or leave it uncached with CacheType.NONE"
         device = self._device(_CPU)
@@ -224,12 +225,20 @@ class CachedEncoder(nn.Module):
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device)
 
-        own = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), own, refuse_random_numbers(f"the encoder {self._name!r}", advice):
-            if device != _CPU:
-                args = [map_tensors(value, move) for value in args]
-                kwargs = {name: map_tensors(value, move) for name, value in kwargs.items()}
-            outputs = self.encoder(*args, **kwargs)
+        if device != _CPU:
+            args = [map_tensors(value, move) for value in args]
+            kwargs = {name: map_tensors(value, move) for name, value in kwargs.items()}
+
+        def run() -> Any:
+            own = torch.autocast(device.type, enabled=False)
+            with torch.no_grad(), own, refuse_random_numbers(f"the encoder {self._name!r}", advice):
+                return self.encoder(*args, **kwargs)
+
+        outputs = run()
+        if not self._is_tried:
+            self._is_tried = True
+            if self._detector.weights_changed() or names_random_source(self.encoder):
+                require_same(self._name, outputs, run())
         return (
             outputs
             if self._mask is None
