@@ -235,7 +235,7 @@ class RowBlock:
                 wanted = wanted.to_pylist()
             kept += [place for place, is_kept in zip(range(begin, end), wanted, strict=False) if is_kept]
         is_whole = len(kept) == len(self._table)
-        table = self._table if is_whole else self._table.take(pa.array(kept, pa.uint64()))
+        table = self._table if is_whole else _picked(self._table, kept)
         return made_rows(table, self._form.features, self._table)
 
     def value(self, name: str, place: int) -> Any:
@@ -348,7 +348,7 @@ class _Row(LazyRow):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """A plain row of `datasets`: a copy must not take the whole block along."""
-        row = self.pa_table.take(pa.array([0]))  # a slice would take along what it was cut from
+        row = _picked(self.pa_table, [0])  # a slice would take along what it was cut from
         return _plain_row, (row, self.formatter, self.data, self.keys_to_format)
 
 
@@ -435,6 +435,14 @@ class _Tables:
         if self._sink is None:
             return pa.concat_tables(self._tables or [schema.empty_table()])
         return pa.ipc.open_stream(pa.memory_map(str(self._file))).read_all()
+
+
+def _picked(table: pa.Table, places: list[int]) -> pa.Table:
+    """Rows of a table, copied where Arrow can do that."""
+    try:
+        return table.take(pa.array(places, pa.uint64()))
+    except pa.ArrowNotImplementedError:  # of views of texts, say
+        return pa.concat_tables([table.slice(place, 1) for place in places] or [table.slice(0, 0)])
 
 
 def _call(

@@ -529,6 +529,22 @@ def test_a_filter_of_batches_gives_what_datasets_gives(
     assert outcome(lambda: block_of(source, tmp_path).filter(function, **arguments), source) == plain
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kept", [[], [1], [0, 2, 3]])
+def test_a_filter_keeps_columns_of_which_arrow_cannot_pick_rows(
+    kept: list[int], batched: bool, tmp_path: Path
+) -> None:
+    table = pa.table({"text": pa.array(["a", None, "longer than twelve bytes", ""], pa.string_view())})
+    source = datasets.Dataset(datasets.table.InMemoryTable(table))
+    block = block_of(source, tmp_path)
+    is_kept: Function = lambda row, n: [place in kept for place in n] if batched else n in kept  # noqa: E731
+    arguments: dict[str, Any] = {"with_indices": True, "batched": batched}
+    made = block.filter(is_kept, **arguments)
+    assert made.features == source.features
+    rows = [row for part in made.batches() for row in part.to_pylist()]
+    assert rows == source.filter(is_kept, **arguments).to_list()
+
+
 def test_columns_of_torch_and_polars_are_taken_without_a_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
