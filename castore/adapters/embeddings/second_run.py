@@ -6,6 +6,7 @@ encoder runs once on each batch. Must never take equal results for a proof: an e
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from castore.adapters.noted_globals import functions_in
 from castore.adapters.noted_values import walk
 from castore.errors import InvalidValueError
 from castore.keys.bytecode import codes
+from castore.keys.libraries import library_of
 
 # Differences that count, as parts of the greatest value: kernels of GPUs add in any order.
 _NOISE, _NOISE_OF_HALF = 1e-3, 2e-2
@@ -44,9 +46,9 @@ def names_random_source(encoder: Any) -> bool:
 
 
 def _codes_of_call(encoder: Any) -> Iterator[types.CodeType]:
-    """The code of an encoder's call: of `forward`, and of the methods and global functions that it names."""
-    todo: list[types.FunctionType] = []
-    methods: dict[str, list[types.FunctionType]] = {}
+    """The user's code that a call may run: of `forward`, and of methods and global functions that it names."""
+    todo: list[Any] = []
+    methods: dict[str, list[Any]] = {}
     for seen in walk(encoder, _MOST):
         found = functions_in(seen.value)
         if isinstance(getattr(seen.value, "__func__", seen.value), types.FunctionType):
@@ -58,15 +60,16 @@ def _codes_of_call(encoder: Any) -> Iterator[types.CodeType]:
         todo += methods.get(name, [])
     done: set[types.CodeType] = set()
     while todo:
-        function = todo.pop()
-        if function.__code__ in done:
+        function = inspect.unwrap(todo.pop())  # `forward` may have a decorator, such as torch.no_grad()
+        if not isinstance(function, types.FunctionType) or function.__code__ in done:
             continue
         done.add(function.__code__)
         for code in codes(function.__code__):
             yield code
             for name in code.co_names:
                 named = function.__globals__.get(name)
-                todo += [named] if isinstance(named, types.FunctionType) else methods.get(name, [])
+                is_users = isinstance(named, types.FunctionType) and library_of(named.__module__) is None
+                todo += [named] if is_users else methods.get(name, [])
 
 
 def require_same(name: str, first: Any, second: Any) -> None:
@@ -75,8 +78,8 @@ def require_same(name: str, first: Any, second: Any) -> None:
     Raises:
         InvalidValueError: the results differ.
     """
-    pairs = zip(list_tensors(first), list_tensors(second), strict=False)
-    if any(_differ(one, other) for one, other in pairs):
+    before, after = list_tensors(first), list_tensors(second)
+    if len(before) != len(after) or any(map(_differ, before, after)):
         raise InvalidValueError(
             f"the encoder {name!r} gives another result for the same batch the second time: it draws random"
             " numbers from a generator of its own, or changes as it runs; have it give an item the same"

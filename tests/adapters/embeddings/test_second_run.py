@@ -43,6 +43,12 @@ class NoisyThroughAMethod(Encoder):
         return super().forward(x) + self.shift()
 
 
+class NoisyWithoutGradients(Encoder):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.from_numpy(np.random.default_rng().random(4)).float()
+
+
 class CountsInItsResult(Encoder):
     count: torch.Tensor
 
@@ -82,7 +88,15 @@ class SeedsItself(Encoder):
 
 
 @pytest.mark.parametrize(
-    "kind", [Noisy, NoisyThroughAFunction, NoisyThroughAMethod, CountsInItsResult, WritesItsWeights]
+    "kind",
+    [
+        Noisy,
+        NoisyThroughAFunction,
+        NoisyThroughAMethod,
+        NoisyWithoutGradients,
+        CountsInItsResult,
+        WritesItsWeights,
+    ],
 )
 def test_an_encoder_that_gives_another_result_each_time_is_refused(
     store: Store, kind: Callable[[], Encoder]
@@ -136,12 +150,14 @@ def test_an_encoder_that_draws_for_its_weights_alone_runs_once(store: Store) -> 
         ([], [], True),
         ([1.0], [1.0, 1.0], False),
         ([1.0], [1], False),
+        ([1.0], None, False),
     ],
 )
 def test_results_are_the_same_but_for_what_kernels_may_make_of_them(
-    one: list[complex], other: list[complex], is_same: bool
+    one: list[complex], other: list[complex] | None, is_same: bool
 ) -> None:
-    results = [{"a": torch.tensor(values), "b": (torch.ones(2),)} for values in (one, other)]
+    parts = (None if values is None else torch.tensor(values) for values in (one, other))
+    results = [{"a": part, "b": (torch.ones(2),)} for part in parts]
     if is_same:
         require_same("text", *results)
     else:
