@@ -46,7 +46,7 @@ def names_random_source(encoder: Any) -> bool:
 
 
 def _codes_of_call(encoder: Any) -> Iterator[types.CodeType]:
-    """The user's code that a call may run: of `forward`, and of methods and global functions that it names."""
+    """The user's code that a call may run: `forward`, and the methods and global functions that it names."""
     todo: list[Any] = []
     methods: dict[str, list[Any]] = {}
     for seen in walk(encoder, _MOST):
