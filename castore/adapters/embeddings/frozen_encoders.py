@@ -56,7 +56,7 @@ def why_not_frozen(encoder: Any) -> str | None:
     >>> why_not_frozen(nn.Linear(2, 2).forward)
     "its parameter 'self.weight' requires grad; freeze it with requires_grad_(False)"
     """
-    modules = list(_used_modules(encoder))
+    modules = list(used_modules(encoder))
     for prefix, held in modules:
         for name, parameter in held.named_parameters(prefix):
             if parameter.requires_grad:
@@ -89,7 +89,7 @@ def check_frozen(encoder: Any, name: str) -> None:
         raise InvalidValueError(f"the encoder {name!r} cannot be cached: {problem}")
 
 
-def _used_modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def used_modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules that an encoder is or uses.
 
     It uses a method's object, a function's globals and enclosing names, a partial's arguments.
@@ -98,11 +98,11 @@ def _used_modules(encoder: Any, name: str = "") -> Iterator[tuple[str, nn.Module
         yield name, encoder
     elif isinstance(encoder, functools.partial):
         for number, value in enumerate((encoder.func, *encoder.args)):
-            yield from _used_modules(value, f"{name or 'partial'}.{number}")
+            yield from used_modules(value, f"{name or 'partial'}.{number}")
         for keyword, value in encoder.keywords.items():
-            yield from _used_modules(value, keyword)
+            yield from used_modules(value, keyword)
     elif inspect.ismethod(encoder):
-        yield from _used_modules(encoder.__self__, "self")
+        yield from used_modules(encoder.__self__, "self")
     else:
         named = _outer_values(encoder) if inspect.isfunction(encoder) else getattr(encoder, "__dict__", {})
         yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module))
@@ -281,14 +281,14 @@ def _function_values(encoder: Any) -> dict[str, Any]:
 
 
 def _weights(encoder: Any) -> list[torch.Tensor]:
-    modules = [module for _, module in _used_modules(encoder)]
+    modules = [module for _, module in used_modules(encoder)]
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _attributes(encoder: Any) -> list[object]:
     """The values of the attributes of all modules, but for those that `forward` assigns."""
     found: list[object] = []
-    for _, held in _used_modules(encoder):
+    for _, held in used_modules(encoder):
         todo: list[nn.Module | None] = [held]
         while todo:
             module = todo.pop()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 
 from castore.adapters.embeddings.devices import list_tensors
+from castore.adapters.embeddings.frozen_encoders import used_modules
 from castore.adapters.noted_globals import functions_in
 from castore.adapters.noted_values import walk
 from castore.errors import InvalidValueError
@@ -49,7 +51,8 @@ def _codes_of_call(encoder: Any) -> Iterator[types.CodeType]:
     """The user's code that a call may run: `forward`, and the methods and global functions that it names."""
     todo: list[Any] = []
     methods: dict[str, list[Any]] = {}
-    for seen in walk(encoder, _MOST):
+    parts = [encoder, *(module for _, module in used_modules(encoder))]  # a function may hold some in cells
+    for seen in chain.from_iterable(walk(part, _MOST) for part in parts):
         found = functions_in(seen.value)
         if isinstance(getattr(seen.value, "__func__", seen.value), types.FunctionType):
             todo += found

@@ -172,5 +172,20 @@ def test_half_precision_has_more_noise() -> None:
         require_same("text", *(half.float() for half in halves))
 
 
+def test_the_source_is_found_wherever_the_code_is_that_draws() -> None:
+    noisy = Noisy()
+    with_hook = nn.Linear(2, 2)
+    with_hook.register_forward_hook(lambda module, given, made: made + noise())
+    for encoder in (
+        nn.Sequential(nn.Linear(2, 2), nn.ModuleList([noisy])),
+        nn.DataParallel(noisy),
+        noisy.forward,
+        lambda x: noisy(x),  # noqa: PLW0108 (a cell holds it)
+        partial(lambda module, x: module(x), noisy),
+        with_hook,
+    ):
+        assert names_random_source(encoder)
+
+
 def test_a_module_of_torch_names_no_source() -> None:
     assert not names_random_source(nn.TransformerEncoderLayer(8, 2, dropout=0.0))
