@@ -49,25 +49,6 @@ class NoisyWithoutGradients(Encoder):
         return super().forward(x) + torch.from_numpy(np.random.default_rng().random(4)).float()
 
 
-class CountsInItsResult(Encoder):
-    count: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return super().forward(x) * self.count
-
-
-class WritesItsWeights(Encoder):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.layer.weight.mul_(0.9)
-        return super().forward(x)
-
-
 class CountsBeside(Encoder):
     count: torch.Tensor
 
@@ -77,6 +58,18 @@ class CountsBeside(Encoder):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
+        return super().forward(x)
+
+
+class CountsInItsResult(CountsBeside):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.count
+
+
+class WritesItsWeights(Encoder):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.9)
         return super().forward(x)
 
 
