@@ -224,7 +224,10 @@ def _reporting_failures(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reporting_system_errors(path: str | os.PathLike[str], place: Path) -> Iterator[None]:
-    """Have the system's errors name the export, and not the temporary file."""
+    """Have the system's errors about the export name it, and not the temporary file.
+
+    Errors about other files, such as an image that a row names, stay as they are.
+    """
     try:
         yield
     except CastoreError:
@@ -234,10 +237,23 @@ def _reporting_system_errors(path: str | os.PathLike[str], place: Path) -> Itera
             raise FullError(
                 f"{no_space_in(place, error)}; free some space, or choose another export_path"
             ) from error
+        if not _is_of_export(error, place):
+            raise
         raise InvalidValueError(
             f"export_path {os.fspath(path)!r} cannot be written ({error.strerror or error}); choose another "
             "one: the results of all steps are in the store"
         ) from error
+
+
+def _is_of_export(error: OSError, place: Path) -> bool:
+    """Whether an error names the export, its temporary file, or a folder above; or no file at all."""
+    if not isinstance(error.filename, str | bytes):
+        return True
+    named = Path(os.fsdecode(error.filename))
+    if named == place or named in place.parents:
+        return True
+    beside = (one for one in (named, *named.parents) if one.parent == place.parent)
+    return any(one.name.startswith(f".{place.name}.") for one in beside)
 
 
 def _replace(temporary: Path, place: Path) -> None:

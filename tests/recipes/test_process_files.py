@@ -814,6 +814,16 @@ def test_a_place_where_nothing_can_be_written_is_named_and_not_the_temporary_fil
         export.export(datasets.Dataset.from_list(ROWS), "/proc/o.jsonl")
 
 
+@pytest.mark.parametrize("name", ["o.jsonl", "o.parquet", "o"])
+def test_a_file_that_a_row_names_and_that_is_gone_is_no_fault_of_the_export(
+    tmp_path: Path, name: str
+) -> None:
+    missing = str(tmp_path / "cat.png")
+    rows = datasets.Dataset.from_dict({"image": [missing]}).cast_column("image", datasets.Image())
+    with pytest.raises(FileNotFoundError, match=r"cat\.png"):
+        export.export(rows, tmp_path / name)
+
+
 def test_what_has_no_json_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "o.jsonl").write_text("old")
     with pytest.raises(InvalidValueError, match="JSON has no form for a value of type bytes; export to"):

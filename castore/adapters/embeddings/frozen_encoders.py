@@ -33,8 +33,8 @@ RANDOM_ADVICE = (
     " uncached with CacheType.NONE"
 )
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
-# Values of an encoder that are noted, at most.
-_MOST = 20_000
+#: Values of an encoder that are looked at, at most.
+MOST_VALUES = 20_000
 # Of these it is asked before each look-up of items whether other objects are in their place: the nearest.
 _NEAREST = 64
 _WITH_CODE = frozenset({"function", "method", "object", "module", "class"})
@@ -184,7 +184,7 @@ class ChangeDetector:
         self._is_copy = self._was_changed = False
         self._globals = reached_bindings(
             function
-            for seen in walk(self._encoder, _MOST)
+            for seen in walk(self._encoder, MOST_VALUES)
             if kind_of(seen.value) in _WITH_CODE
             for function in functions_in(seen.value)
         )
@@ -204,7 +204,7 @@ class ChangeDetector:
         self._weights = _weights(self._encoder)
         self._write_states = _write_states(self._weights)
         self._attributes = _attributes(self._encoder)
-        self._seen = walk(self._encoder, _MOST)
+        self._seen = walk(self._encoder, MOST_VALUES)
         self._globals = [one.now() for one in self._globals]
 
     def weights_changed(self) -> bool:
@@ -251,7 +251,7 @@ class ChangeDetector:
 
     def _differs(self) -> bool:
         return (
-            differ(self._seen, walk(self._encoder, _MOST))
+            differ(self._seen, walk(self._encoder, MOST_VALUES))
             or any(one.is_old() for one in self._globals)
             or _write_states(_weights(self._encoder)) != self._write_states
         )

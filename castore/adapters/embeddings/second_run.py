@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from castore.adapters.embeddings.devices import list_tensors
-from castore.adapters.embeddings.frozen_encoders import used_modules
+from castore.adapters.embeddings.frozen_encoders import MOST_VALUES, used_modules
 from castore.adapters.noted_globals import functions_in
 from castore.adapters.noted_values import walk
 from castore.errors import InvalidValueError
@@ -30,8 +30,6 @@ _SOURCES = frozenset(
 )
 # The methods that a call of an encoder runs.
 _CALLED = ("forward", "__call__")
-# Values of an encoder whose code is looked at, at most.
-_MOST = 20_000
 
 
 def names_random_source(encoder: Any) -> bool:
@@ -52,7 +50,7 @@ def _codes_of_call(encoder: Any) -> Iterator[types.CodeType]:
     todo: list[Any] = []
     methods: dict[str, list[Any]] = {}
     parts = [encoder, *(module for _, module in used_modules(encoder))]  # a function may hold some in cells
-    for seen in chain.from_iterable(walk(part, _MOST) for part in parts):
+    for seen in chain.from_iterable(walk(part, MOST_VALUES) for part in parts):
         found = functions_in(seen.value)
         if isinstance(getattr(seen.value, "__func__", seen.value), types.FunctionType):
             todo += found
